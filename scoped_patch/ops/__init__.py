@@ -1,0 +1,1 @@
+"""scoped_patch."""
