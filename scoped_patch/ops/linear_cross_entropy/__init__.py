@@ -1,0 +1,14 @@
+"""Per-token log-probability and entropy of a language model head, without keeping the logits."""
+
+from .api import OUTPUT_NAMES, LinearCrossEntropyOutput, linear_cross_entropy
+from .errors import LabelOutOfRangeError, SecondOrderGradientError
+from .loss import linear_cross_entropy_loss
+
+__all__ = [
+    "OUTPUT_NAMES",
+    "LabelOutOfRangeError",
+    "LinearCrossEntropyOutput",
+    "SecondOrderGradientError",
+    "linear_cross_entropy",
+    "linear_cross_entropy_loss",
+]

@@ -1,0 +1,246 @@
+"""The public function: arguments checked and brought to the operator's plain form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from . import memory as budgets
+from .operator import forward_op
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+OUTPUT_NAMES = ("log_probs", "entropy", "sum_sq_probs", "is_top1")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass
+class LinearCrossEntropyOutput:
+    """Per-token results, each of the labels' shape (fp32; fp64 for fp64 inputs); None where not asked for.
+
+    - `log_probs`: log softmax of the logits at the label. Differentiable.
+    - `entropy`: of the softmax, in nats. Differentiable, unless `entropy_grad=False`.
+    - `sum_sq_probs`: the sum of the squared probabilities. Differentiable.
+    - `is_top1`: whether no logit is larger than the label's (bool; a tie counts).
+    - `topk_log_probs`: [..., K], log softmax at `topk_ids`. Differentiable.
+
+    Where the label is `ignore_index`: 0 (False), and no gradient.
+    """
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    sum_sq_probs: Tensor | None = None
+    is_top1: Tensor | None = None
+    topk_log_probs: Tensor | None = None
+
+
+def linear_cross_entropy(
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    extra_hidden_states: Tensor | None = None,
+    extra_weight: Tensor | None = None,
+    topk_ids: Tensor | None = None,
+    process_group: ProcessGroup | None = None,
+    memory: Literal["auto", "low"] | int = "auto",
+    backend: Literal["auto", "torch", "triton"] = "auto",
+    outputs: Sequence[str] = ("log_probs", "entropy"),
+    entropy_grad: bool = True,
+) -> LinearCrossEntropyOutput:
+    """Log-probability of each label and entropy of each row under a linear head, without keeping the logits.
+
+    In exactly this order::
+
+        z      = hidden_states @ weight.T + bias + extra_hidden_states @ extra_weight.T
+        z      = logit_scale * z
+        z      = softcap * tanh(z / softcap)
+        logits = z / temperature
+
+    At most one block of the logits is alive at a time, forward and backward. Logits and statistics are fp32 whatever the inputs'
+    dtype (fp64 for fp64), and gradients are summed in fp32. Inputs without `requires_grad` cost nothing in the backward; neither do rows
+    whose label is `ignore_index` (forward and backward) or whose upstream gradient is exactly 0 (backward).
+
+    Args:
+        hidden_states: [..., H], fp16, bf16, fp32 or fp64.
+        weight: [V, H], the head's weight, of the hidden states' dtype (under autocast: of any of these dtypes).
+        labels: [...] int64, already aligned: row t is scored against labels[t], nothing is shifted.
+        bias: [V]. -inf entries give probability 0 and no gradient.
+        temperature: a float > 0, or an fp32 or fp64 tensor with one value per token ([...]), per leading dimension
+            ([B] for [B, S] labels) or in all ([]). It gets no gradient.
+        ignore_index: rows with this label give 0 in every output.
+        softcap: bound of the logits, as in Gemma 2.
+        logit_scale: factor on the logits, as in Cohere; 1 / logits_scaling for Granite.
+        extra_hidden_states: [..., R], input of a second linear term, as a LoRA adapter on the head has; scale it by the adapter's scaling.
+        extra_weight: [V, R].
+        topk_ids: [..., K] int64, further vocabulary rows whose log-probability is wanted (the support of a teacher's distribution).
+        process_group: the vocabulary's rows are spread over this group in rank order: `weight`, `bias` and `extra_weight` hold this rank's.
+            The other arguments, and the upstream gradients, are the same on every rank; so are the results.
+        memory: bytes for a block of logits, or "auto" or "low" for the device's default or the least.
+        backend: "auto" takes triton on CUDA where it is installed, else torch.
+        outputs: what to compute, out of `OUTPUT_NAMES`. What is not asked for costs nothing.
+        entropy_grad: False makes the entropy a metric without gradient.
+
+    Returns:
+        LinearCrossEntropyOutput: its fields have the labels' shape.
+
+    Raises:
+        LabelOutOfRangeError: (a ValueError and IndexError) a label is outside [0, V) and not `ignore_index`. On CUDA it is found at the one
+            device read the forward makes to count the rows; while a CUDA graph is captured there is no check.
+        ValueError, TypeError: a bad argument; fp8 weights; a temperature tensor below fp32.
+        SecondOrderGradientError: in a backward of a backward.
+    """
+    dtype = _check(hidden_states, weight, labels, bias, extra_hidden_states, extra_weight, topk_ids)
+    wanted = tuple(outputs)
+    unknown = [name for name in wanted if name not in OUTPUT_NAMES]
+    if unknown or not (wanted or topk_ids is not None):
+        raise ValueError(f"outputs: got {wanted!r}, wanted one or more of {', '.join(OUTPUT_NAMES)}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap: got {softcap}, wanted a number > 0, or None")
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f'backend: got {backend!r}, wanted "auto", "torch" or "triton"')
+    shape = labels.shape
+    group_name, vocab_start, vocab_size = _vocabulary(weight, process_group)
+    log_probs, entropy, sum_sq, is_top1, topk, _ = forward_op(
+        hidden_states.reshape(-1, hidden_states.shape[-1]),
+        weight,
+        labels.reshape(-1),
+        _temperature(temperature, labels, hidden_states),
+        bias,
+        extra_hidden_states.reshape(-1, extra_hidden_states.shape[-1]) if extra_hidden_states is not None else None,
+        extra_weight,
+        topk_ids.reshape(-1, topk_ids.shape[-1]) if topk_ids is not None else None,
+        None if softcap is None else float(softcap),
+        1.0 if logit_scale is None else float(logit_scale),
+        ignore_index,
+        "entropy" in wanted,
+        "sum_sq_probs" in wanted,
+        vocab_start,
+        vocab_size,
+        group_name,
+        dtype,
+        backend,
+        _memory(memory),
+    )
+    out = LinearCrossEntropyOutput()
+    if "log_probs" in wanted:
+        out.log_probs = log_probs.view(shape)
+    if "entropy" in wanted:
+        out.entropy = (entropy if entropy_grad else entropy.detach()).view(shape)
+    if "sum_sq_probs" in wanted:
+        out.sum_sq_probs = sum_sq.view(shape)
+    if "is_top1" in wanted:
+        out.is_top1 = is_top1.view(shape)
+    if topk_ids is not None:
+        out.topk_log_probs = topk.view(topk_ids.shape)
+    return out
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    extra_hidden: Tensor | None,
+    extra_weight: Tensor | None,
+    topk_ids: Tensor | None,
+) -> torch.dtype:
+    """Refuse what cannot work, and say in which dtype the products are made."""
+    floats = {
+        "hidden_states": hidden,
+        "weight": weight,
+        "bias": bias,
+        "extra_hidden_states": extra_hidden,
+        "extra_weight": extra_weight,
+    }
+    for name, tensor in floats.items():
+        if tensor is not None and tensor.dtype not in _DTYPES:
+            hint = "; dequantise it to bf16 first" if "float8" in str(tensor.dtype) else ""
+            raise TypeError(f"{name}: got {tensor.dtype}, wanted float16, bfloat16, float32 or float64{hint}")
+    if weight.ndim != 2 or weight.shape[0] == 0:
+        raise ValueError(f"weight: got shape {list(weight.shape)}, wanted [vocabulary, hidden] with at least one row")
+    vocab = weight.shape[0]
+    if hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(f"hidden_states: got shape {list(hidden.shape)}, wanted [..., {weight.shape[1]}] to match weight")
+    if labels.dtype != torch.int64:
+        raise TypeError(f"labels: got {labels.dtype}, wanted int64")
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(f"labels: got shape {list(labels.shape)}, wanted {list(hidden.shape[:-1])}: one label per row, aligned")
+    if bias is not None and bias.shape != (vocab,):
+        raise ValueError(f"bias: got shape {list(bias.shape)}, wanted [{vocab}]")
+    if (extra_hidden is None) != (extra_weight is None):
+        raise ValueError("extra_hidden_states and extra_weight belong together: got one of them")
+    if extra_hidden is not None and extra_weight is not None:
+        rank = extra_weight.shape[-1]
+        if extra_weight.shape != (vocab, rank):
+            raise ValueError(f"extra_weight: got shape {list(extra_weight.shape)}, wanted [{vocab}, R]")
+        if extra_hidden.shape != (*labels.shape, rank):
+            raise ValueError(f"extra_hidden_states: got shape {list(extra_hidden.shape)}, wanted {[*labels.shape, rank]}")
+    if topk_ids is not None:
+        if topk_ids.dtype != torch.int64:
+            raise TypeError(f"topk_ids: got {topk_ids.dtype}, wanted int64")
+        if topk_ids.shape[:-1] != labels.shape:
+            raise ValueError(f"topk_ids: got shape {list(topk_ids.shape)}, wanted {[*labels.shape, 'K']}")
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    if hidden.dtype != weight.dtype:
+        raise TypeError(
+            f"hidden_states and weight: got {hidden.dtype} and {weight.dtype}, wanted one dtype (or autocast, which picks it)"
+        )
+    return hidden.dtype
+
+
+def _temperature(temperature: float | Tensor, labels: Tensor, hidden: Tensor) -> Tensor:
+    """[] or [N], fp32 or fp64, on the hidden states' device."""
+    if not isinstance(temperature, Tensor):
+        if not temperature > 0:
+            raise ValueError(f"temperature: got {temperature}, wanted a number > 0")
+        return torch.full((), temperature, dtype=torch.float64, device=hidden.device)
+    if temperature.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"temperature: got a {temperature.dtype} tensor, wanted float32 or float64; mixed precision (FSDP's cast_forward_inputs, for "
+            "one) casts float tensors on their way in: hand it over as a float, or keep it from the cast"
+        )
+    if temperature.requires_grad:
+        raise ValueError("temperature: it requires a gradient, which is not computed; hand over temperature.detach()")
+    if temperature.ndim == 0:
+        return temperature
+    missing = labels.ndim - temperature.ndim
+    shape = (*temperature.shape, *(1,) * missing)
+    if missing < 0 or any(have not in (1, want) for have, want in zip(shape, labels.shape, strict=True)):
+        raise ValueError(
+            f"temperature: got shape {list(temperature.shape)}, wanted one value per token {list(labels.shape)}, per leading dimension of "
+            "that, or a scalar"
+        )
+    return temperature.view(shape).expand(labels.shape).reshape(-1)
+
+
+def _memory(memory: str | int) -> int:
+    if memory == "auto":
+        return budgets.AUTO
+    if memory == "low":
+        return budgets.LOW
+    if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0:
+        return memory
+    raise ValueError(f'memory: got {memory!r}, wanted "auto", "low" or a number of bytes > 0')
+
+
+def _vocabulary(weight: Tensor, process_group: ProcessGroup | None) -> tuple[str, int, int]:
+    """(group name, first vocabulary row held here, vocabulary rows in all)."""
+    rows = weight.shape[0]
+    if process_group is None:
+        return "", 0, rows
+    from .vocab_parallel import layout
+
+    return layout(process_group, rows, weight.device)
