@@ -171,11 +171,15 @@ def _check(
         raise ValueError(f"weight: got shape {list(weight.shape)}, wanted [vocabulary, hidden] with at least one row")
     vocab = weight.shape[0]
     if hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(f"hidden_states: got shape {list(hidden.shape)}, wanted [..., {weight.shape[1]}] to match weight")
+        raise ValueError(
+            f"hidden_states: got shape {list(hidden.shape)}, wanted [..., {weight.shape[1]}] to match weight"
+        )
     if labels.dtype != torch.int64:
         raise TypeError(f"labels: got {labels.dtype}, wanted int64")
     if labels.shape != hidden.shape[:-1]:
-        raise ValueError(f"labels: got shape {list(labels.shape)}, wanted {list(hidden.shape[:-1])}: one label per row, aligned")
+        raise ValueError(
+            f"labels: got shape {list(labels.shape)}, wanted {list(hidden.shape[:-1])}: one label per row, aligned"
+        )
     if bias is not None and bias.shape != (vocab,):
         raise ValueError(f"bias: got shape {list(bias.shape)}, wanted [{vocab}]")
     if (extra_hidden is None) != (extra_weight is None):
@@ -185,7 +189,9 @@ def _check(
         if extra_weight.shape != (vocab, rank):
             raise ValueError(f"extra_weight: got shape {list(extra_weight.shape)}, wanted [{vocab}, R]")
         if extra_hidden.shape != (*labels.shape, rank):
-            raise ValueError(f"extra_hidden_states: got shape {list(extra_hidden.shape)}, wanted {[*labels.shape, rank]}")
+            raise ValueError(
+                f"extra_hidden_states: got shape {list(extra_hidden.shape)}, wanted {[*labels.shape, rank]}"
+            )
     if topk_ids is not None:
         if topk_ids.dtype != torch.int64:
             raise TypeError(f"topk_ids: got {topk_ids.dtype}, wanted int64")
@@ -206,7 +212,8 @@ def _temperature(temperature: float | Tensor, labels: Tensor, hidden: Tensor) ->
     if not isinstance(temperature, Tensor):
         if not temperature > 0:
             raise ValueError(f"temperature: got {temperature}, wanted a number > 0")
-        return torch.full((), temperature, dtype=torch.float64, device=hidden.device)
+        # A product keeps a changed float a symbol under torch.compile; torch.full would compile again for each value.
+        return torch.ones((), dtype=torch.float64, device=hidden.device) * temperature
     if temperature.dtype not in (torch.float32, torch.float64):
         raise TypeError(
             f"temperature: got a {temperature.dtype} tensor, wanted float32 or float64; mixed precision (FSDP's cast_forward_inputs, for "

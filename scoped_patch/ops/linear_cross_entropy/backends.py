@@ -25,7 +25,9 @@ def choose(name: str, weight: Tensor) -> Any:
     if name == "auto":
         return torch_backend
     if not triton_available():
-        raise UnsupportedError('backend="triton": triton is not installed; install it or use backend="torch" (or "auto")')
+        raise UnsupportedError(
+            'backend="triton": triton is not installed; install it or use backend="torch" (or "auto")'
+        )
     if not weight.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise UnsupportedError(
             f'backend="triton": the weight is on {weight.device}, and triton needs a GPU; use backend="torch" (or "auto")'

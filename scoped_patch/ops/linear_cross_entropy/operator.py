@@ -38,6 +38,7 @@ def _head(
         vocab_size,
         group_name,
         compute_dtype,
+        weight.dtype,
     )
 
 
@@ -75,7 +76,16 @@ def forward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(log_probs, entropy, sum_sq_probs, is_top1, topk_log_probs, lse), each [total] ([total, K]), empty if not asked for."""
     head = _head(
-        weight, bias, extra_weight, softcap, logit_scale, ignore_index, vocab_start, vocab_size, group_name, compute_dtype
+        weight,
+        bias,
+        extra_weight,
+        softcap,
+        logit_scale,
+        ignore_index,
+        vocab_start,
+        vocab_size,
+        group_name,
+        compute_dtype,
     )
     total = labels.shape[0]
     if not capturing(labels):
@@ -170,7 +180,16 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of (hidden, weight, bias, extra_hidden, extra_weight); empty where `needs` is false."""
     head = _head(
-        weight, bias, extra_weight, softcap, logit_scale, ignore_index, vocab_start, vocab_size, group_name, compute_dtype
+        weight,
+        bias,
+        extra_weight,
+        softcap,
+        logit_scale,
+        ignore_index,
+        vocab_start,
+        vocab_size,
+        group_name,
+        compute_dtype,
     )
     real = labels != ignore_index
     upstream = [grad_log_probs, grad_entropy, grad_sum_sq, grad_topk]
@@ -257,8 +276,10 @@ _DIFFERENTIABLE = (0, 1, 4, 5, 6)  # hidden, weight, bias, extra_hidden, extra_w
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     hidden, weight, labels, temperature, bias, extra_hidden, extra_weight, topk_ids, *rest = inputs
-    softcap, logit_scale, ignore_index, _entropy, _sum_sq, *where = rest
+    softcap, logit_scale, ignore_index, want_entropy, want_sum_sq, *where = rest
     _, entropy, sum_sq, _, _, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.wanted = (want_entropy, want_sum_sq, topk_ids is not None)
     ctx.save_for_backward(
         lse, entropy, sum_sq, hidden, weight, labels, temperature, bias, extra_hidden, extra_weight, topk_ids
     )
@@ -267,6 +288,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     log_probs, entropy, sum_sq, _, topk, _ = grads
+    # Under AOTAutograd the empty stand-ins of outputs that were not asked for get (empty) gradients too.
+    entropy, sum_sq, topk = (g if w else None for g, w in zip((entropy, sum_sq, topk), ctx.wanted, strict=True))
     needs = [bool(ctx.needs_input_grad[i]) for i in _DIFFERENTIABLE]
     results: list[Tensor | None] = [None] * 19
     if any(g is not None for g in (log_probs, entropy, sum_sq, topk)) and any(needs):

@@ -27,6 +27,7 @@ class Head:
     vocab_size: int  # of all processes together
     group_name: str  # "" for one process
     compute_dtype: torch.dtype
+    weight_dtype: torch.dtype  # of the caller's weight: under autocast it is not the compute dtype
 
     @property
     def stat_dtype(self) -> torch.dtype:

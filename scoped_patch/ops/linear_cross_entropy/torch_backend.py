@@ -193,7 +193,9 @@ class Gradients:
     extra_weight: Tensor | None = None
 
 
-def row_coefficients(rows: Rows, head: Head, stats: Stats, grads: RowGrads) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def row_coefficients(
+    rows: Rows, head: Head, stats: Stats, grads: RowGrads
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(constant, per log p, per p), each [N]: d logits = p * (constant + per_log_p * log p + per_p * p) + one-hot terms."""
     zero = stats.lse.new_zeros(stats.lse.shape)
     constant = zero if grads.log_probs is None else -grads.log_probs
@@ -229,7 +231,7 @@ def backward(
     out = Gradients()
     need_hidden, need_weight, need_bias, need_extra_hidden, need_extra_weight = needs
     if need_weight:
-        out.weight = torch.empty_like(head.weight)
+        out.weight = torch.empty_like(head.weight, dtype=head.weight_dtype)
     if need_bias and head.bias is not None:
         out.bias = torch.empty_like(head.bias)
     if need_extra_weight and head.extra_weight is not None:
@@ -291,5 +293,7 @@ def _products(blocks: _Blocks, out: Gradients, d: Tensor, weight: Tensor, low: i
 def _write(out: Tensor, a: Tensor, b: Tensor) -> None:
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out)
+    elif out.is_cuda and out.dtype == torch.float32 and _has_out_dtype():
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
     else:
         out.copy_(torch.mm(a, b))
