@@ -1,1 +1,80 @@
-"""scoped_patch."""
+"""Reversible patches for other people's model classes: `with patched(model, fused="torch"):`."""
+
+from . import models as _models  # noqa: F401  (teaches the engine what an nn.Module is)
+from .compose import ModelSession, PatchedScope, patched
+from .engine import (
+    MISSING,
+    Edit,
+    Explanation,
+    ItemSlot,
+    Patch,
+    Plan,
+    Record,
+    Session,
+    Slot,
+    Support,
+    active,
+    assert_clean,
+    attribute_slot,
+    replace_attribute,
+    replace_item,
+    slot_from_path,
+    wrap_call,
+)
+from .engine.errors import (
+    BadOptionError,
+    BadTargetError,
+    ConflictError,
+    ForeignOverwriteError,
+    LeakError,
+    OutOfOrderExit,
+    PatchErrorGroup,
+    RestoreError,
+    ScopedPatchError,
+    ScopeStateError,
+    SeamNotReachedError,
+    TargetError,
+    UnsupportedError,
+)
+from .models.verify import VerifyReport
+from .patches import FusedHead
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "MISSING",
+    "BadOptionError",
+    "BadTargetError",
+    "ConflictError",
+    "Edit",
+    "Explanation",
+    "ForeignOverwriteError",
+    "FusedHead",
+    "ItemSlot",
+    "LeakError",
+    "ModelSession",
+    "OutOfOrderExit",
+    "Patch",
+    "PatchErrorGroup",
+    "PatchedScope",
+    "Plan",
+    "Record",
+    "RestoreError",
+    "ScopeStateError",
+    "ScopedPatchError",
+    "SeamNotReachedError",
+    "Session",
+    "Slot",
+    "Support",
+    "TargetError",
+    "UnsupportedError",
+    "VerifyReport",
+    "active",
+    "assert_clean",
+    "attribute_slot",
+    "patched",
+    "replace_attribute",
+    "replace_item",
+    "slot_from_path",
+    "wrap_call",
+]

@@ -49,7 +49,7 @@ class Segment:
 class SlotState:
     """Everything live on one place."""
 
-    __slots__ = ("slot", "segments", "target")
+    __slots__ = ("segments", "slot", "target")
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
@@ -276,6 +276,18 @@ class LiveStack:
                 and (sessions is None or any(s in layer.holders for s in sessions for layer in _layers(state)))
             ]
             return Snapshot(self.version, tuple(values))
+
+    def freeze_without(self, session: Session) -> Snapshot:
+        """The values that the places of one live session would have if it alone were left."""
+        with self.lock:
+            values = []
+            for state in self.states.values():
+                if not any(session in layer.holders for layer in _layers(state)):
+                    continue
+                segment = state.segments[-1]
+                kept = tuple(layer for layer in segment.layers if layer.holders != (session,))
+                values.append((state.slot, _compose(state.slot, segment.base, kept, ()).top))
+            return Snapshot(-1, tuple(values))
 
     @contextmanager
     def replay(self, snapshot: Snapshot) -> Iterator[None]:

@@ -1,0 +1,161 @@
+"""`patched(...)`: keywords to patches."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from .engine import Patch, Plan, Scope, Session
+from .engine.errors import BadOptionError, BadTargetError, ConflictError
+from .engine.session import OnForeign
+from .engine.slots import ClassSlot
+from .models.checkpointing import RecomputeAsRun
+from .models.unwrap import unwrap
+from .models.verify import VerifyReport, verify
+from .patches.fused_head import FusedHead
+
+OnCompiled = Literal["error", "reset"]
+
+
+class ModelSession(Session):
+    """What `with patched(...) as scope` gives."""
+
+    #: compiled code must be dropped when this session ends, as it was when it began
+    resets_compiler = False
+
+    def leave(self, body: BaseException | None) -> None:
+        try:
+            super().leave(body)
+        finally:
+            if self.resets_compiler and self.state == "closed":
+                self.resets_compiler = False
+                reset_compiler()
+
+    def verify(self, batch: dict[str, Any], *, gradients: bool = True, temperature: float = 1.0) -> VerifyReport:
+        """Run the model on a batch with and without this scope and compare.
+
+        Dropout is off (the model runs in eval mode), seeds are fixed, and gradients and training flags are as before
+        afterwards. Works while the scope is live and after it was left.
+
+        Args:
+            batch: keyword arguments of the model's call; with `labels` the loss is compared too.
+            gradients: also run backward both ways and compare every parameter's gradient (takes one more copy of them).
+            temperature: divides the logits on both sides.
+
+        Returns:
+            VerifyReport: outputs, loss and gradients side by side, the worst parameter, the first layer that differs.
+        """
+        return verify(self, batch, gradients=gradients, temperature=temperature)
+
+
+class PatchedScope(Scope[ModelSession]):
+    """What `patched(...)` returns; enter it with `with`, use it as a decorator, or `.apply()` it. Reusable."""
+
+    session_class = ModelSession
+
+    def __init__(
+        self, target: Any, patches: tuple[Patch, ...], *, root: Any, on_foreign: OnForeign, on_compiled: OnCompiled
+    ) -> None:
+        super().__init__(target, patches, root=root, on_foreign=on_foreign)
+        self.on_compiled = on_compiled
+
+    def check_enter(self, plan: Plan) -> None:
+        """Compiled code does not see edits of classes: refuse them, or reset the compiler's caches."""
+        touched = class_slots(plan)
+        if not touched or not compiled_code_exists():
+            return
+        if self.on_compiled == "error":
+            raise ConflictError(
+                f"{touched[0].label} is patched on a class, and torch.compile has compiled code in this process that would "
+                f"go on running the old one. Patch an instance, enter before compiling, or pass on_compiled='reset' to drop "
+                f"the compiled code"
+            )
+
+    def apply(self) -> ModelSession:
+        session = super().apply()
+        if self.on_compiled == "reset" and class_slots(session.plan) and compiled_code_exists():
+            session.resets_compiler = True
+            reset_compiler()
+        return session
+
+
+def patched(
+    target: Any = None,
+    *patches: Patch,
+    fused: Any = None,
+    on_foreign: OnForeign = "error",
+    on_compiled: OnCompiled = "error",
+) -> PatchedScope:
+    """A scope of reversible patches on one model.
+
+    Usage::
+
+        with patched(model, fused="torch") as scope:
+            out = model(input_ids=ids, labels=labels)
+        print(scope.explain())
+
+        step = patched(model, fused="torch")  # planned once, entered every step
+        with step:
+            ...
+
+    Args:
+        target: the model, wrapped or not (DDP, FSDP, torch.compile, PEFT, accelerate, value heads); any object, class or
+            module for patches of your own; None when they name their targets themselves. Only this instance changes.
+        *patches: your own `Patch` objects, `replace_attribute(...)`, `wrap_call(...)`.
+        fused: log-probs and entropy without keeping logits: `"torch"`, `"triton"`, `"auto"`, or a `FusedHead`.
+        on_foreign: what leaving does about a place that somebody else changed meanwhile: `"error"` leaves it and raises,
+            `"keep"` leaves it, `"restore"` puts the original back.
+        on_compiled: what entering does about edits of module classes when compiled code exists, which would not see them:
+            `"error"`, or `"reset"` the compiler on enter and exit. Edits of instances are always seen.
+
+    Returns:
+        PatchedScope: reusable; nothing is changed until it is entered.
+
+    Raises:
+        BadOptionError, BadTargetError: an option or the target cannot work; says what can.
+        UnsupportedError, ConflictError: when entering (or at `.plan()`): a patch cannot act on this model, or two patches
+            want one place. Nothing is changed then.
+    """
+    if isinstance(target, Patch):
+        patches, target = (target, *patches), None
+    if on_compiled not in ("error", "reset"):
+        raise BadOptionError(f"on_compiled must be 'error' or 'reset', got {on_compiled!r}")
+    shipped: list[Patch] = []
+    if fused is not None and fused is not False:
+        shipped.append(_option("fused", fused, FusedHead, (str,), "'torch', 'triton', 'auto' or a FusedHead"))
+    is_model = isinstance(target, nn.Module)
+    if shipped and not is_model:
+        raise BadTargetError(
+            f"{shipped[0].name} acts on a model, and the target is {type(target).__name__}: pass the model first, "
+            f"as in patched(model, ...)"
+        )
+    root = unwrap(target).model if is_model else target
+    own = (RecomputeAsRun(),) if is_model else ()
+    return PatchedScope(target, (*shipped, *patches, *own), root=root, on_foreign=on_foreign, on_compiled=on_compiled)
+
+
+def _option(keyword: str, value: Any, kind: type[Any], simple: tuple[type, ...], wanted: str) -> Patch:
+    if isinstance(value, kind):
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, simple) and not isinstance(value, bool):
+        return kind(value)  # type: ignore[no-any-return]
+    raise BadOptionError(f"{keyword} must be {wanted}, got {value!r}")
+
+
+def compiled_code_exists() -> bool:
+    """Has anything been compiled in this process? (Looks only if Dynamo is loaded at all.)"""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return bool(getattr(frames, "cached_backends", None))
+
+
+def class_slots(plan: Plan) -> list[ClassSlot]:
+    """The edits of module classes: those that compiled code does not see."""
+    slots = [one.edit.slot for one in plan.edits if isinstance(one.edit.slot, ClassSlot)]
+    return [slot for slot in slots if issubclass(slot.owner, nn.Module)]
+
+
+def reset_compiler() -> None:
+    torch.compiler.reset()

@@ -1,0 +1,85 @@
+"""Activation checkpointing: a forward recorded inside a scope is recomputed as it ran, whenever backward comes.
+
+Without this, leaving the scope before `backward()` recomputes with the unpatched forward and gives wrong gradients with
+no error. Covered: transformers' `_gradient_checkpointing_func` and torch's `CheckpointWrapper`. A call of
+`torch.utils.checkpoint` hidden in a model's own code is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..engine import LIVE, Edit, Patch, Snapshot, attribute_slot
+from ..engine.live import LiveStack
+from .modules import module_paths, walk
+from .unwrap import class_names, unwrap
+
+
+class RecomputeAsRun(Patch):
+    """Added by `patched(...)` to every scope on a model. Nested scopes on one model share its edits."""
+
+    name = "checkpoint_replay"
+
+    def fingerprint(self, target: Any) -> Hashable:
+        return tuple((id(module), key) for module, key in _checkpointing(unwrap(target).outer))
+
+    def plan(self, target: Any) -> Iterable[Edit]:
+        unwrapped = unwrap(target)
+        found = list(_checkpointing(unwrapped.outer))
+        paths = module_paths(unwrapped.outer) if found else {}
+        root = unwrapped.model
+        for module, key in found:
+            yield Edit(
+                attribute_slot(module, key, f"{paths.get(id(module), '?')}.{key}"),
+                lambda prior: recomputing_as_run(prior, root),
+                "wrap",
+                "recompute in backward what ran in forward",
+                commutes=True,
+                token=(self.name, id(module)),
+                to="recomputes under replay()",
+                hidden=True,
+            )
+
+
+def _checkpointing(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    for module in walk(root):
+        own = module.__dict__
+        if "_gradient_checkpointing_func" in own and getattr(module, "gradient_checkpointing", False):
+            yield module, "_gradient_checkpointing_func"
+        elif "checkpoint_fn" in own and "CheckpointWrapper" in class_names(module):
+            yield module, "checkpoint_fn"
+
+
+def recomputing_as_run(checkpoint: Callable[..., Any], root: object) -> Callable[..., Any]:
+    """Wrap a checkpoint function so that what it recomputes runs under the edits that were live at the forward."""
+
+    def checkpoint_under_replay(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return checkpoint(function, *args, **kwargs)  # the traced graph holds the patched code already
+        snapshot = _snapshot_of(LIVE, root)
+
+        def run(*inner: Any, **named: Any) -> Any:
+            with LIVE.replay(snapshot):
+                return function(*inner, **named)
+
+        return checkpoint(run, *args, **kwargs)
+
+    return checkpoint_under_replay
+
+
+_latest: dict[int, tuple[int, Snapshot]] = {}
+
+
+def _snapshot_of(live: LiveStack, root: object) -> Snapshot:
+    """The present edits of all scopes on one model; made once per change of the live stack."""
+    known = _latest.get(id(root))
+    if known is None or known[0] != live.version:
+        sessions = [session for session in live.sessions if session.root is root]
+        known = (live.version, live.freeze(sessions))
+        _latest.clear()
+        _latest[id(root)] = known
+    return known[1]

@@ -1,0 +1,131 @@
+"""Edits of `nn.Module`s: where a forward really lives, and a forward edit that compilers and copies can live with."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Hashable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..engine import LIVE, MISSING, Counter, Edit, Slot, attribute_slot, is_live, register_storage_finder, set_tracing
+from ..engine.adhoc import signature_of
+
+#: `forward(prior, module, *args, **kwargs)`: `prior` is the bound forward that would have run.
+Forward = Callable[..., Any]
+
+
+def _module_storage(owner: Any, name: str) -> MutableMapping[str, Any] | None:
+    if isinstance(owner, nn.Module):
+        for storage in (owner._parameters, owner._buffers, owner._modules):
+            if name in storage:
+                return storage  # type: ignore[return-value]
+    return None
+
+
+def register_with_engine() -> None:
+    """Teach the engine what an `nn.Module` is; called once, on import of the package."""
+    register_storage_finder(_module_storage)
+    LIVE.guards_owner = lambda owner: isinstance(owner, nn.Module)
+    set_tracing(torch.compiler.is_dynamo_compiling)
+
+
+def forward_slot(module: nn.Module, label: str) -> Slot:
+    """The slot of the forward that really computes.
+
+    accelerate's hooks keep it in `_old_forward` and call it from their own `forward`, which moves weights and casts:
+    that stays outermost.
+    """
+    if "_old_forward" in module.__dict__ and hasattr(module, "_hf_hook"):
+        return attribute_slot(module, "_old_forward", f"{label}._old_forward")
+    return attribute_slot(module, "forward", f"{label}.forward")
+
+
+def forward_edit(
+    module: nn.Module,
+    label: str,
+    forward: Forward,
+    *,
+    name: str,
+    rank: int,
+    reason: str,
+    to: str,
+    token: Hashable = None,
+    exclusive: str | None = None,
+) -> Edit:
+    """An edit that runs `forward(prior, module, *args, **kwargs)` in place of this instance's forward.
+
+    The new forward is a bound method of the instance (compiled code guards on it, siblings are untouched), shows the
+    signature and docs of the one it stands for, and has a name of its own, so that no pickle by name finds it.
+
+    Args:
+        module: the instance.
+        label: its dotted path, for people.
+        forward: what runs. Must be traceable where the model is compiled.
+        name: the function's own name.
+        rank, reason, to, token, exclusive: as in `Edit`. Shipped edits commute.
+    """
+    counter = Counter()
+    slot = forward_slot(module, label)
+
+    def make(prior: Any) -> Any:
+        return bound_forward(module, prior, forward, counter, name)
+
+    return Edit(slot, make, "wrap", reason, rank, commutes=True, token=token, exclusive=exclusive, counter=counter, to=to)
+
+
+def bound_forward(module: nn.Module, prior: Any, forward: Forward, counter: Counter, name: str) -> types.MethodType:
+    is_tracing = torch.compiler.is_dynamo_compiling
+
+    def patched_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not is_tracing():
+            counter.calls += 1
+        return forward(prior, self, *args, **kwargs)
+
+    patched_forward.__name__ = name
+    patched_forward.__qualname__ = name
+    patched_forward.__doc__ = getattr(prior, "__doc__", None)
+    signature = signature_of(prior)
+    if signature is not None:
+        self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        parameters = [p for p in signature.parameters.values() if p.name != "self"]
+        try:
+            patched_forward.__signature__ = signature.replace(parameters=[self_parameter, *parameters])  # type: ignore[attr-defined]
+        except ValueError:  # a signature that cannot take one more parameter in front; args and kwargs then show
+            pass
+    return types.MethodType(patched_forward, module)
+
+
+def walk(root: nn.Module) -> Iterator[nn.Module]:
+    """Every module under `root`, itself included, each once. Several times faster than `modules()`."""
+    seen: set[int] = set()
+    stack = [root]
+    while stack:
+        module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield module
+        stack.extend(child for child in module._modules.values() if child is not None)
+
+
+def module_paths(root: nn.Module) -> dict[int, str]:
+    """id -> dotted path of every module under `root` (the first path where a module is shared)."""
+    return {id(module): path for path, module in root.named_modules()}
+
+
+def own_value(module: nn.Module, name: str) -> Any:
+    """What the instance itself holds under `name`, or MISSING."""
+    return module.__dict__.get(name, MISSING)
+
+
+def foreign_forward(module: nn.Module) -> str | None:
+    """The name of a forward that somebody else put on this instance, or None."""
+    own = module.__dict__.get("forward")
+    if own is None or is_live(attribute_slot(module, "forward")):
+        return None
+    if "_old_forward" in module.__dict__ and hasattr(module, "_hf_hook"):
+        return f"{type(module).__name__}.forward (an accelerate hook, {type(module._hf_hook).__name__})"
+    return f"{type(module).__name__}.forward ({getattr(own, '__qualname__', type(own).__name__)})"
