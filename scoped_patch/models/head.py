@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ def is_lora(module: nn.Module) -> bool:
     return "LoraLayer" in class_names(module) and isinstance(module._modules.get("lora_A"), nn.ModuleDict)
 
 
-def head_terms(head: nn.Module, hidden_states: Tensor) -> HeadTerms:
+def head_terms(head: Any, hidden_states: Tensor) -> HeadTerms:
     """Read a head's tensors as they are for this call: merged, disabled or active adapters, dropout included.
 
     Args:
@@ -79,17 +80,17 @@ def head_terms(head: nn.Module, hidden_states: Tensor) -> HeadTerms:
         raise UnsupportedError(f"fused_head: the head cannot be fused: {problem}")
     if not is_lora(head):
         return HeadTerms(_whole(head, head.weight), head.bias)
-    base: nn.Module = head._modules["base_layer"]  # type: ignore[assignment]
+    base = head.base_layer
     weight, bias = _whole(base, base.weight), base.bias
     if head.disable_adapters:
         if head.merged:
-            head.unmerge()  # type: ignore[operator]
+            head.unmerge()
         return HeadTerms(base.weight, bias)
     if head.merged:
         return HeadTerms(base.weight, bias)
     inputs: list[Tensor] = []
     weights: list[Tensor] = []
-    for name in head.active_adapters:  # type: ignore[union-attr]
+    for name in head.active_adapters:
         if name not in head.lora_A:
             continue
         down, up = head.lora_A[name], head.lora_B[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import types
 from collections.abc import Callable, Hashable, Iterator, MutableMapping
@@ -21,7 +22,7 @@ def _module_storage(owner: Any, name: str) -> MutableMapping[str, Any] | None:
     if isinstance(owner, nn.Module):
         for storage in (owner._parameters, owner._buffers, owner._modules):
             if name in storage:
-                return storage  # type: ignore[return-value]
+                return storage
     return None
 
 
@@ -91,10 +92,8 @@ def bound_forward(module: nn.Module, prior: Any, forward: Forward, counter: Coun
     if signature is not None:
         self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         parameters = [p for p in signature.parameters.values() if p.name != "self"]
-        try:
+        with contextlib.suppress(ValueError):  # a signature that cannot take one more parameter shows args and kwargs
             patched_forward.__signature__ = signature.replace(parameters=[self_parameter, *parameters])  # type: ignore[attr-defined]
-        except ValueError:  # a signature that cannot take one more parameter in front; args and kwargs then show
-            pass
     return types.MethodType(patched_forward, module)
 
 

@@ -1,4 +1,4 @@
-"""What the patches must know of a model: its decoder, its head, and what the model does to logits after the head.
+"""What the patches must know of a model: its decoder, its layers, its head, and what the model does to logits after the head.
 
 Structure answers nearly all of it: transformers' accessors find the decoder and the head of every family, and a
 transform of the logits shows in the config. A `ModelSpec` entry says what structure cannot, or confirms it; a model
@@ -17,9 +17,9 @@ from torch import nn
 from ..engine.errors import UnsupportedError
 
 #: config attribute -> how the model applies it to the logits
-_SOFTCAPS = ("final_logit_softcapping",)
-_SCALES = ("logit_scale", "lm_head_multiplier")
-_DIVISORS = ("logits_scaling",)
+_SOFTCAPS: tuple[str, ...] = ("final_logit_softcapping",)
+_SCALES: tuple[str, ...] = ("logit_scale", "lm_head_multiplier")
+_DIVISORS: tuple[str, ...] = ("logits_scaling",)
 
 #: losses whose labels mean "token t+1", as `fused` assumes
 _CAUSAL_LOSSES = (None, "ForCausalLM", "ForConditionalGeneration")
@@ -84,7 +84,6 @@ class Anatomy:
     Attributes:
         model: the unwrapped model.
         model_type: its type, or its class name where it has none.
-        decoder: the text decoder (the module that runs the layers).
         head: the module that makes logits.
         head_leaves: the linear layers that can be the active head (several under PEFT's `modules_to_save`).
         transform: what the model does to the logits after the head.
@@ -94,7 +93,6 @@ class Anatomy:
 
     model: nn.Module
     model_type: str
-    decoder: nn.Module
     head: nn.Module
     head_leaves: tuple[nn.Module, ...]
     transform: LogitsTransform
@@ -125,8 +123,12 @@ def text_config(model: nn.Module) -> Any:
     return getter() if getter is not None else config
 
 
+#: what families call the list of their layers
+_LAYER_LISTS = ("layers", "h", "blocks")
+
+
 def find_decoder(model: nn.Module) -> nn.Module:
-    """The text decoder: the module that holds the list of layers.
+    """The text decoder: the module that holds and runs the list of layers.
 
     Raises:
         UnsupportedError: no such module; the message names what was looked for.
@@ -136,12 +138,19 @@ def find_decoder(model: nn.Module) -> nn.Module:
     for _ in range(4):  # a multimodal model may answer with the model that holds its language model
         if not isinstance(decoder, nn.Module):
             break
-        if isinstance(decoder._modules.get("layers"), nn.ModuleList):
+        if any(isinstance(decoder._modules.get(name), nn.ModuleList) for name in _LAYER_LISTS):
             return decoder
-        decoder = next((decoder._modules[n] for n in ("language_model", "text_model", "model") if n in decoder._modules), None)
+        inside = ("language_model", "text_model", "model", "transformer")
+        decoder = next((decoder._modules[name] for name in inside if name in decoder._modules), None)
     raise UnsupportedError(
-        f"{describe(model)} has no text decoder that could be found: get_decoder() gave no module with a `layers` list"
+        f"{describe(model)} has no text decoder that could be found: get_decoder() gave no module with a list of layers "
+        f"named {', '.join(_LAYER_LISTS)}"
     )
+
+
+def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
+    """The list of layers of a decoder that `find_decoder` gave."""
+    return next(layers for name in _LAYER_LISTS if isinstance(layers := decoder._modules.get(name), nn.ModuleList))
 
 
 def find_head(model: nn.Module) -> nn.Module | None:
@@ -189,22 +198,24 @@ def anatomy(model: nn.Module) -> Anatomy:
     own_loss = "loss_function" not in names
     if own_loss:
         notes += ("this model computes its loss itself, so the loss is made here from the log-probs (labels shifted by one)",)
-    return Anatomy(
-        model, model_type, find_decoder(model), head, head_leaves(head), _transform(config, names, spec), own_loss, notes
-    )
+    return Anatomy(model, model_type, head, head_leaves(head), _transform(config, names, spec), own_loss, notes)
 
 
 def _transform(config: Any, names: frozenset[str], spec: ModelSpec | None) -> LogitsTransform:
     """What the config says and the forward uses: a family may have the setting and not apply it (gemma3 with images)."""
     softcaps, scales, divisors = _SOFTCAPS, _SCALES, _DIVISORS
     if spec is not None:
-        softcaps, scales, divisors = (tuple(filter(None, (one,))) for one in (spec.softcap, spec.scale, spec.divisor))
+        softcaps, scales, divisors = _maybe(spec.softcap), _maybe(spec.scale), _maybe(spec.divisor)
     softcap, scale, divisor = (
         _number(config, tuple(one for one in found if one in names)) for found in (softcaps, scales, divisors)
     )
     if divisor is not None:
         scale = (1.0 if scale is None else scale) / divisor
     return LogitsTransform(softcap or None, None if scale == 1.0 else scale)
+
+
+def _maybe(name: str | None) -> tuple[str, ...]:
+    return () if name is None else (name,)
 
 
 def _number(config: Any, names: tuple[str, ...]) -> float | None:

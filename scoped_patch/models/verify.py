@@ -165,14 +165,14 @@ def _run(
         layer.register_forward_hook(lambda _m, _a, out, name=name: layers.__setitem__(name, _first_tensor(out)))
         for name, layer in _decoder_layers(inner)
     ]
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     try:
         with scope, torch.random.fork_rng(devices), torch.set_grad_enabled(gradients):
             torch.manual_seed(0)
             out = model(**batch)
             values = _scores(out, batch, temperature)
             if gradients:
-                values.get("loss", -values["log_probs"].sum()).backward()
+                _scalar(values).backward()  # type: ignore[no-untyped-call]
     finally:
         for handle in handles:
             handle.remove()
@@ -180,6 +180,14 @@ def _run(
     for p in parameters.values():
         p.grad = None
     return _Run({k: v.detach() for k, v in values.items()}, found, layers)
+
+
+def _scalar(values: dict[str, Tensor]) -> Tensor:
+    """What to run backward from: the loss, else the log-probs, else anything that both runs have."""
+    for name in ("loss", "log_probs"):
+        if name in values:
+            return values[name] if name == "loss" else -values[name].sum()
+    return next(iter(values.values())).float().square().sum()
 
 
 def _scores(out: Any, batch: dict[str, Any], temperature: float) -> dict[str, Tensor]:

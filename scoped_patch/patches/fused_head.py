@@ -256,7 +256,8 @@ class Seam:
     def _output(self, out: Any, frame: Frame, as_tuple: bool) -> Any:
         if not hasattr(out, "logits"):
             raise UnsupportedError(
-                f"fused_head: {self.what} returned a {type(out).__name__} without `logits`; only transformers' outputs are supported"
+                f"fused_head: {self.what} returned a {type(out).__name__} without `logits`; only transformers' outputs are "
+                f"supported"
             )
         self._receive(frame, out.logits)
         loss = getattr(out, "loss", None)
@@ -385,7 +386,8 @@ def _loss(frame: Frame, num_items: Any) -> Tensor:
         num_items = (frame.scored != frame.ignore_index).sum().clamp(min=1)  # type: ignore[union-attr]
     elif isinstance(num_items, Tensor):
         num_items = num_items.to(total.device)
-    return total / num_items
+    loss: Tensor = total / num_items
+    return loss
 
 
 def _kept(values: Tensor, keep: Any) -> Tensor:
