@@ -1,0 +1,1 @@
+"""Code that several test files share: reference log-probs, gradient comparison, gloo groups, small odd models."""
