@@ -41,7 +41,8 @@ def tiled_call(
         tensors: one tensor, or several that agree in the token dimensions, as [tokens, hidden] and [tokens, experts].
         parameters: the other tensors that `function` computes with and that may need a gradient, or a function that
             lists them; for a module, `lambda: reached_tensors(module)`. A function is asked again in the backward, for
-            wrappers that put other tensor objects in their place in between.
+            wrappers that put other tensor objects in their place in between. One that turns out not to be used gets no
+            gradient, though autograd calls its hooks.
         tiles: the largest number of tiles. Fewer are used where there are fewer tokens; sizes may be uneven.
         token_dims: how many leading dimensions are the tokens; if not given, all but the last of the first tensor.
         preserve_rng_state: replay each tile's random state in the backward, so that dropout drops the same elements.
