@@ -213,9 +213,7 @@ def checks_after(
         ("after exit: generate() gives the same text", generate(model, tokenizer) == text),
     ]
     reference.load_state_dict(model.state_dict())
-    checks.append(
-        ("after exit: bit-equal to a copy that was never patched", torch.equal(logits_of(reference, probe), logits))
-    )
+    checks.append(("after exit: bit-equal to a copy that was never patched", torch.equal(logits_of(reference, probe), logits)))
     return checks
 
 
@@ -323,7 +321,7 @@ def main(steps: int) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5, help="optimizer steps of either run (default 5)")
+    parser.add_argument("--steps", type=int, default=4, help="optimizer steps of either run (default 4)")
     parser.add_argument("--worker", choices=("unpatched", "patched"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
