@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..engine import Edit, Patch, Session, Support, attribute_slot
+from ..engine import Edit, Patch, Support, attribute_slot
 from ..engine.adhoc import signature_of
 from ..engine.errors import BadOptionError, ScopedPatchError, SeamNotReachedError, UnsupportedError
 from ..models.head import head_problem, head_terms
@@ -68,6 +68,10 @@ class FusedHead(Patch):
         if not wanted or any(one not in OUTPUTS for one in wanted):
             raise BadOptionError(f"fused: outputs must be one or more of {', '.join(OUTPUTS)}, got {self.outputs!r}")
         object.__setattr__(self, "outputs", wanted)
+        memory: Any = self.memory
+        is_bytes = isinstance(memory, int) and not isinstance(memory, bool) and memory > 0
+        if memory not in ("auto", "low") and not is_bytes:
+            raise BadOptionError(f"fused: memory must be 'auto', 'low' or a number of bytes > 0, got {memory!r}")
         check_temperature(self.temperature)
 
     @property
@@ -94,7 +98,10 @@ class FusedHead(Patch):
     def fingerprint(self, target: Any) -> Hashable:
         # The config's transforms are part of it: somebody may set a softcap between two steps.
         model = unwrap(target).model
-        parts = anatomy(model)
+        try:
+            parts = anatomy(model)
+        except ScopedPatchError as error:
+            return str(error)  # `supports` says it in the name of this patch, together with what others have to say
         places = [(id(m), "_old_forward" in m.__dict__) for m in (model, *parts.head_leaves)]
         return (tuple(places), parts.transform, parts.own_loss)
 
@@ -153,17 +160,6 @@ class FusedHead(Patch):
                 to="logits as outside the scope",
             )
 
-    def audit(self, session: Session) -> None:
-        calls = {"model": 0, "head": 0}
-        for record in session.records:
-            if record.planned.patch is self and record.calls is not None:
-                calls["head" if "cross entropy" in record.edit.to else "model"] += record.calls
-        if calls["model"] and not calls["head"]:
-            raise SeamNotReachedError(
-                f"{self.name}: the model ran {calls['model']} times in the scope entered at {session.location}, and its head "
-                f"never did: something computes logits without calling the head"
-            )
-
 
 class Frame:
     """What one call of the model wants scored, and what the head found."""
@@ -217,7 +213,10 @@ class Seam:
             return prior(*args, **kwargs)
         if len(args) > len(self.positional):
             raise TypeError(f"{self.what} takes at most {len(self.positional)} positional arguments, got {len(args)}")
-        kwargs.update(zip(self.positional, args, strict=False))
+        for name, value in zip(self.positional, args, strict=False):
+            if name in kwargs:
+                raise TypeError(f"{self.what} got multiple values for argument {name!r}")
+            kwargs[name] = value
         temperature = kwargs.pop("temperature", None)
         if temperature is None:
             temperature = self.patch.temperature

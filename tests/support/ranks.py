@@ -38,7 +38,8 @@ def spawn(world: int, function: Callable[..., Any], *args: Any, timeout: float =
     context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         processes = [
-            context.Process(target=_run, args=(rank, world, folder, timeout, function, args), daemon=True) for rank in range(world)
+            context.Process(target=_run, args=(rank, world, folder, timeout, function, args), daemon=True)
+            for rank in range(world)
         ]
         deadline = time.monotonic() + timeout
         try:
