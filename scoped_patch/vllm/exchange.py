@@ -1,0 +1,178 @@
+"""Swap what two sets of tensors hold, in place: the new weights go live at the old addresses, the old ones are kept.
+
+A swap rather than a copy, for three reasons: an interrupt half way can be taken back, the previous weights stay at hand
+for a rollback at no cost in memory, and a tensor that holds a C++ handle (vLLM's oneDNN linear on CPU keeps the pointer of
+its packed weight in a one-element tensor) changes owner instead of being owned twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .errors import UnsupportedLayer
+from .graph import layout, storage_key
+
+CHUNK = 32 << 20  # bytes moved at a time
+
+
+class Exchange:
+    """Pairs of live and staged tensors, and of scalars, that change places together.
+
+    Args:
+        pairs: (path, live, staged) of equal shape, dtype, stride and device.
+        scalars: (holder, key, live value, staged value).
+    """
+
+    def __init__(
+        self,
+        pairs: Iterable[tuple[str, torch.Tensor, torch.Tensor]],
+        scalars: Iterable[tuple[Any, Any, Any, Any]] = (),
+    ) -> None:
+        self.scalars = list(scalars)
+        self.pairs = _byte_pairs(list(pairs))
+        self._chunks = [
+            (live[start : start + CHUNK], staged[start : start + CHUNK])
+            for live, staged in self.pairs
+            for start in range(0, live.numel(), CHUNK)
+        ]
+        self._swapped = [False] * len(self._chunks)
+        # The chunk being swapped, whether it was swapped before, and what both sides held then.
+        self._journal: tuple[int, bool, torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(live.numel() for live, _ in self.pairs)
+
+    def swap(self) -> None:
+        """Put the staged content live. If that is interrupted or fails, everything is back as it was."""
+        try:
+            self._move(True)
+        except BaseException:
+            self.unswap()
+            raise
+
+    def unswap(self) -> None:
+        """Put the old content live again, however often this is interrupted; an interrupt is raised at the end."""
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                self._move(False)
+                break
+            except Exception:
+                raise
+            except BaseException as error:  # a second Ctrl-C must not leave a mixture serving
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def copy(self) -> None:
+        """Overwrite the live content; for an engine whose old weights are gone already."""
+        for live, staged in self.pairs:
+            live.copy_(staged)
+        for holder, key, _, new in self.scalars:
+            _assign(holder, key, new)
+        self._synchronize()
+
+    def _move(self, new: bool) -> None:
+        if self._journal is not None:
+            at, swapped, live_before, staged_before = self._journal
+            live, staged = self._chunks[at]
+            live.copy_(live_before)
+            staged.copy_(staged_before)
+            self._swapped[at] = swapped
+            self._journal = None
+        for at, (live, staged) in enumerate(self._chunks):
+            if self._swapped[at] is not new:
+                self._journal = entry = (at, self._swapped[at], live.clone(), staged.clone())
+                live.copy_(entry[3])
+                staged.copy_(entry[2])
+                self._swapped[at] = new
+                self._journal = None
+        for holder, key, old_value, new_value in self.scalars:
+            _assign(holder, key, new_value if new else old_value)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        for device in {live.device for live, _ in self.pairs if live.device.type != "cpu"}:
+            torch.accelerator.synchronize(device)
+
+
+def _assign(holder: Any, key: Any, value: Any) -> None:
+    if isinstance(holder, (dict, list)):
+        holder[key] = value
+    else:
+        object.__setattr__(holder, key, value)
+
+
+def _byte_pairs(pairs: list[tuple[str, torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Flat byte views of the memory to swap, every byte once, however many tensors look at it."""
+    groups: dict[int, list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
+    for path, live, staged in pairs:
+        if layout(live) != layout(staged):
+            raise UnsupportedLayer(f"{path}: the processed weight is {layout(staged)}, the live one {layout(live)}")
+        if live.numel():
+            groups.setdefault(storage_key(live), []).append((path, live, staged))
+    out: list[tuple[torch.Tensor, torch.Tensor]] = []
+    used: dict[int, str] = {}
+    for group in groups.values():
+        first_path, first_live, first_staged = group[0]
+        same = all(
+            storage_key(staged) == storage_key(first_staged) and staged.storage_offset() == live.storage_offset()
+            for _, live, staged in group
+        )
+        size = first_live.untyped_storage().nbytes()
+        if same and first_staged.untyped_storage().nbytes() == size:
+            members = [(first_path, _storage_bytes(first_live), _storage_bytes(first_staged))]
+        else:
+            members = _disjoint(group)
+        for path, live, staged in members:
+            key = staged.data_ptr()
+            if key in used:
+                raise UnsupportedLayer(f"{path} and {used[key]} are two live tensors, but one after processing")
+            used[key] = path
+            out.append((live, staged))
+    return out
+
+
+def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return out.set_(tensor.untyped_storage())
+
+
+def _disjoint(
+    group: list[tuple[str, torch.Tensor, torch.Tensor]],
+) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Tensors on one live storage, staged apart: equal views once, other overlaps refused."""
+    spans: dict[tuple[int, int], tuple[str, torch.Tensor, torch.Tensor]] = {}
+    for path, live, staged in group:
+        span = (int(live.storage_offset()) * live.element_size(), _extent(live))
+        if span in spans:
+            _, _, other = spans[span]
+            if storage_key(other) != storage_key(staged) and not torch.equal(_bytes(other, path), _bytes(staged, path)):
+                raise UnsupportedLayer(f"{path} and {spans[span][0]} share memory, but got different new weights")
+            continue
+        spans[span] = (path, live, staged)
+    ordered = sorted(spans)
+    for (start, length), (after, _) in itertools.pairwise(ordered):
+        if start + length > after:
+            raise UnsupportedLayer(f"{spans[(start, length)][0]} overlaps another live tensor of the same storage")
+    return [(path, _bytes(live, path), _bytes(staged, path)) for path, live, staged in spans.values()]
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    if not tensor.numel():
+        return 0
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _bytes(tensor: torch.Tensor, path: str) -> torch.Tensor:
+    """A flat byte view of a tensor that fills its extent (in any order of dimensions)."""
+    if _extent(tensor) != tensor.numel() * tensor.element_size():
+        raise UnsupportedLayer(f"{path}: a strided view {tuple(tensor.stride())} of shared memory cannot be swapped")
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return _storage_bytes(tensor)[start : start + _extent(tensor)]

@@ -1,0 +1,79 @@
+"""Compare a processed shadow layer with its live layer, tensor by tensor, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import UnsupportedLayer
+from .graph import layout, reach, storage_key
+from .shadow import ShadowLayer
+
+
+@dataclass
+class Processed:
+    """What a layer's commit will exchange.
+
+    Attributes:
+        pairs: (path, live tensor, new tensor).
+        scalars: (holder, key, live value, new value) of the Python numbers that processing derived from the weights.
+    """
+
+    layer: str
+    pairs: list[tuple[str, torch.Tensor, torch.Tensor]]
+    scalars: list[tuple[Any, Any, Any, Any]]
+
+
+def processed_state(layer: ShadowLayer, tree: Container[int]) -> Processed:
+    """Pair every tensor reachable from the live layer with the new one at the same place.
+
+    Raises:
+        UnsupportedLayer: a live tensor was not made anew, or with another shape, dtype or stride, or either side hides
+            state in compiled objects. The live layer is untouched.
+    """
+    live, new = reach(layer.live, tree), reach(layer.shadow, tree)
+    pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    absent: list[str] = []
+    problems = [f"{path} is a compiled object that may hide weights" for path in {*live.opaque, *new.opaque}]
+    for path, tensor in live.tensors.items():
+        other = new.tensors.get(path)
+        if other is None:
+            absent.append(path)
+        elif other is tensor or storage_key(other) == storage_key(tensor):
+            continue
+        elif tensor.numel() == 0 == other.numel():
+            continue  # a weight that moved into a packed copy
+        elif other.is_meta or layout(other) != layout(tensor):
+            problems.append(f"{path} is {_show(tensor)} in the live layer, but came out as {_show(other)}")
+        else:
+            pairs.append((f"{layer.name}.{path}", tensor, other))
+    moving = {storage_key(tensor) for _, tensor, _ in pairs}
+    for path in absent:
+        tensor = live.tensors[path]
+        # A view of a tensor that is exchanged shows the new content by itself; scratch space is zero between calls.
+        if storage_key(tensor) not in moving and not _is_scratch(tensor):
+            problems.append(f"{path} ({_show(tensor)}) was not made anew by processing")
+    if problems:
+        raise UnsupportedLayer(
+            f"{layer.name} ({type(layer.live).__name__}, {type(layer.method).__name__}): the new weights cannot take the "
+            f"place of the live ones: {'; '.join(sorted(problems))}. Nothing was changed."
+        )
+    scalars = [
+        (holder, key, value, new.scalars[path][2])
+        for path, (holder, key, value) in live.scalars.items()
+        if path in new.scalars and new.scalars[path][2] != value and value == value and key is not None
+    ]
+    return Processed(layer.name, pairs, scalars)
+
+
+def _is_scratch(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 0 or (not tensor.is_floating_point() and not bool(tensor.any()))
+
+
+def _show(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" + (
+        "" if tensor.is_contiguous() else f" stride {list(tensor.stride())}"
+    )

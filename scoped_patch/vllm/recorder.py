@@ -1,0 +1,93 @@
+"""Watches every write that a loader or a processing step makes: where it went, and that none reached the live model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .errors import UnsupportedLayer
+from .graph import storage_key
+
+_aten = torch.ops.aten
+_COPIES = frozenset({_aten.copy_.default})
+_FILLS = frozenset({_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default})
+_written: dict[Any, tuple[int | str, ...]] = {}
+
+
+def _written_arguments(func: Any) -> tuple[int | str, ...]:
+    """Positions (or names) of the arguments that an operator writes to, from its schema."""
+    if func not in _written:
+        _written[func] = tuple(
+            a.name if a.kwarg_only else i
+            for i, a in enumerate(func._schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        )
+    return _written[func]
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses writes to live tensors, and tells `on_write` about writes to staged ones.
+
+    Args:
+        live: label by storage, of every tensor that serves.
+        on_write: called with (storage key, written view, is a plain fill) after a copy or fill.
+        redirect: the real tensor to use for a placeholder's storage, or None when the storage is no placeholder's.
+    """
+
+    def __init__(
+        self,
+        live: Mapping[int, str],
+        on_write: Callable[[int, torch.Tensor, bool], None] | None = None,
+        redirect: Callable[[int, torch.Tensor], torch.Tensor | None] | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._live = live
+        self._on_write = on_write
+        self._redirect = redirect
+        self._paused = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Lets a commit through, which writes to live tensors on purpose."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        places = _written_arguments(func)
+        if self._paused or not places:
+            return func(*args, **kwargs)
+        for place in places:
+            target = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+            for tensor in target if isinstance(target, (list, tuple)) else (target,):
+                if isinstance(tensor, torch.Tensor):
+                    label = self._live.get(storage_key(tensor))
+                    if label is not None and tensor.numel():
+                        raise UnsupportedLayer(
+                            f"{label}: {func} would have written to this live tensor while new weights are being staged; "
+                            "the update was stopped before it did"
+                        )
+        if func not in _COPIES and func not in _FILLS:
+            return func(*args, **kwargs)
+        target = args[0]
+        key = storage_key(target)
+        if target.is_meta and self._redirect is not None:
+            real = self._redirect(key, target)
+            if real is not None:
+                func(real.as_strided(target.shape, target.stride(), target.storage_offset()), *args[1:], **kwargs)
+                self._tell(storage_key(real), target, func in _FILLS)
+                return target
+        out = func(*args, **kwargs)
+        self._tell(key, target, func in _FILLS)
+        return out
+
+    def _tell(self, key: int, view: torch.Tensor, fill: bool) -> None:
+        if self._on_write is not None:
+            self._on_write(key, view, fill)

@@ -1,0 +1,270 @@
+"""A second tree of module objects over the same configuration, with empty checkpoint-format parameters of its own.
+
+vLLM records every layer's parameters (as meta tensors, with their loaders) when a model is built, before loading changes
+them. The shadow is what the model was at that point: the model's own `load_weights`, the parameters' own loaders and the
+quantisation methods' own processing run on it unchanged, while the live model goes on serving.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..engine.errors import UnsupportedError
+from .coverage import Box, Coverage
+from .graph import holds_tensors, is_closed, storage_key
+
+SMALL = 1 << 20  # bytes; larger plain tensors (KV caches above all) are never copied
+
+
+@dataclass(eq=False)
+class Staged:
+    """One checkpoint-format parameter of the shadow, shared by all layers that are tied to it.
+
+    Attributes:
+        placeholder: the meta tensor that stands for it until its first shard arrives.
+        owners: (layer, attribute name) of every layer that has it.
+        coverage: what has been written.
+        sources: which checkpoint name wrote which boxes.
+        optional: why it need not arrive, or None.
+        carried: the live parameter still has the checkpoint's format, so that an unwritten part can be taken from it.
+    """
+
+    placeholder: torch.Tensor
+    owners: list[tuple[ShadowLayer, str]]
+    coverage: Coverage
+    sources: dict[str, list[Box]] = field(default_factory=dict)
+    optional: str | None = None
+    carried: torch.Tensor | None = None
+    real: torch.Tensor | None = None
+
+    @property
+    def label(self) -> str:
+        layer, name = self.owners[0]
+        return f"{layer.name}.{name}" if layer.name else name
+
+
+@dataclass(eq=False)
+class ShadowLayer:
+    """One module of the model, its shadow, and the staged parameters by name."""
+
+    name: str
+    live: torch.nn.Module
+    shadow: torch.nn.Module
+    params: dict[str, Staged] = field(default_factory=dict)
+    processed: bool = False
+
+    @property
+    def touched(self) -> bool:
+        return any(p.real is not None or p.sources for p in self.params.values())
+
+    @property
+    def method(self) -> Any:
+        return getattr(self.live, "quant_method", None)
+
+
+class Shadow:
+    """The shadow of one model.
+
+    Attributes:
+        root: the shadow of the model itself: call its `load_weights`.
+        layers: one per module, in the model's order.
+        tree: ids of every live and every shadow module.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        named = list(model.named_modules())
+        self._memo: dict[int, Any] = {}
+        self._keep: list[Any] = []  # what `_memo` knows by id must stay alive
+        for _, live in named:
+            self._memo[id(live)] = object.__new__(type(live))
+        self.root: torch.nn.Module = self._memo[id(model)]
+        self.layers = [ShadowLayer(name, live, self._memo[id(live)]) for name, live in named]
+        self.tree = {id(m) for layer in self.layers for m in (layer.live, layer.shadow)}
+        tied: dict[tuple[int, int, torch.Size], Staged] = {}
+        for layer in self.layers:
+            self._fill(layer, tied)
+        if not any(layer.params for layer in self.layers):
+            raise UnsupportedError(
+                f"{type(model).__name__}: vLLM recorded no checkpoint-format parameters for this model "
+                "(`record_metadata_for_reloading`, vLLM 0.18 and later, called by `initialize_model`), so there is nothing "
+                "to stage new weights into. Build the model through vLLM's own loader."
+            )
+
+    def _fill(self, layer: ShadowLayer, tied: dict[tuple[int, int, torch.Size], Staged]) -> None:
+        live, shadow = layer.live, layer.shadow
+        recorded_params, recorded_buffers, skipped = _recorded(live)
+        state = dict(live.__dict__)
+        state["_parameters"], state["_buffers"] = {}, {}
+        state["_modules"] = {k: None if m is None else self._memo[id(m)] for k, m in live._modules.items()}
+        state["_non_persistent_buffers_set"] = set(live._non_persistent_buffers_set)
+        rebuilt = is_method(layer.method) and not is_attention(live)
+        for key, value in live.__dict__.items():
+            if key in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+                continue
+            if rebuilt and (isinstance(value, torch.Tensor) or holds_tensors(value)):
+                del state[key]  # derived by processing: must be made anew, never shared with the live layer
+            elif isinstance(value, torch.Tensor):
+                state[key] = value.clone() if value.nbytes <= SMALL and not value.is_meta else value
+            else:
+                state[key] = self._clone(value)
+        state.pop("_already_called_process_weights_after_loading", None)
+        shadow.__dict__.update(state)
+
+        templates = dict(recorded_params)
+        for name, value in live._parameters.items():
+            if value is None:
+                shadow._parameters[name] = None
+            elif name in skipped and name not in templates:
+                templates[name] = _template_of_live(live, name, value)
+        order = [n for n in live._parameters if n in templates] + [n for n in templates if n not in live._parameters]
+        for name in order:
+            staged = self._stage(layer, name, templates[name], tied)
+            layer.params[name] = staged
+            shadow._parameters[name] = staged.placeholder  # type: ignore[assignment]
+        for name, buffer in live._buffers.items():
+            if buffer is None or name in skipped or name in recorded_buffers:
+                small = buffer is not None and buffer.nbytes <= SMALL and name not in skipped
+                shadow._buffers[name] = buffer.clone() if small and buffer is not None else buffer
+
+    def _stage(
+        self,
+        layer: ShadowLayer,
+        name: str,
+        template: torch.Tensor,
+        tied: dict[tuple[int, int, torch.Size], Staged],
+    ) -> Staged:
+        live = layer.live._parameters.get(name)
+        same = live is not None and live.shape == template.shape and live.dtype == template.dtype and live.numel() > 0
+        key = None
+        if same and live is not None:
+            key = (storage_key(live), int(live.storage_offset()), live.shape)
+            if key in tied:
+                tied[key].owners.append((layer, name))
+                return tied[key]
+        placeholder = torch.empty_strided(template.shape, template.stride(), dtype=template.dtype, device="meta")
+        dress(placeholder, template, layer.shadow)
+        staged = Staged(placeholder, [(layer, name)], Coverage(tuple(template.shape)))
+        staged.optional = why_optional(layer.live, name)
+        if same and is_plain(layer.method):
+            staged.carried = live
+        if key is not None:
+            tied[key] = staged
+        return staged
+
+    def _clone(self, value: Any, depth: int = 0) -> Any:
+        """Copies of vLLM's own objects (methods, schemes, kernels), with references to modules turned to their shadows."""
+        if id(value) in self._memo:
+            return self._memo[id(value)]
+        if isinstance(value, (list, tuple, set)) and type(value) in (list, tuple, set):
+            items = [self._clone(v, depth + 1) for v in value]
+            return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
+        if type(value) is dict:
+            pairs = {k: self._clone(v, depth + 1) for k, v in value.items()}
+            return value if all(pairs[k] is v for k, v in value.items()) else pairs
+        if isinstance(value, types.MethodType):
+            owner = self._clone(value.__self__, depth + 1)
+            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
+        if isinstance(value, functools.partial):
+            args = [self._clone(v, depth + 1) for v in value.args]
+            keywords = {k: self._clone(v, depth + 1) for k, v in value.keywords.items()}
+            return functools.partial(self._clone(value.func, depth + 1), *args, **keywords)
+        if not _copied(value) or depth > 40:
+            return value
+        out = object.__new__(type(value))
+        self._memo[id(value)] = out
+        self._keep.append(value)
+        for k, v in vars(value).items():
+            out.__dict__[k] = self._clone(v, depth + 1)
+        return out
+
+
+def _copied(value: Any) -> bool:
+    kind = type(value)
+    if not kind.__module__.startswith(("vllm.model_executor", "vllm.v1.attention")):
+        return False
+    if isinstance(value, (type, types.FunctionType, torch.Tensor)) or is_closed(value):
+        return False
+    # What owns a C++ handle frees it when it dies: two owners would free it twice.
+    if hasattr(kind, "__del__") or not hasattr(value, "__dict__"):
+        return False
+    return issubclass(kind, torch.nn.Module) or "__new__" not in vars(kind)
+
+
+def _recorded(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], set[str]]:
+    from vllm.model_executor.model_loader.reload import meta
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    info = get_layerwise_info(module)
+    if info.can_load():
+        raise UnsupportedError(
+            f"{type(module).__name__}: vLLM's own layerwise reload is under way on this model; finish it first "
+            "(`finalize_layerwise_reload`), then enter `reload_weights`."
+        )
+    params, buffers = info.restore_metadata
+    return dict(params), dict(buffers), set(meta.SKIP_TENSORS)
+
+
+def _template_of_live(module: torch.nn.Module, name: str, live: torch.Tensor) -> torch.Tensor:
+    """vLLM records no biases. A kernel may have permuted one, or lost its loader, but not its shape."""
+    dtype = getattr(module, "params_dtype", live.dtype) if name == "bias" else live.dtype
+    out = torch.empty(live.shape, dtype=dtype, device="meta")
+    out.__class__ = live.__class__
+    out.__dict__ = dict(live.__dict__)
+    if name == "bias" and not hasattr(out, "weight_loader") and hasattr(module, "weight_loader"):
+        out.output_dim = 0  # type: ignore[attr-defined]
+        out.weight_loader = module.weight_loader  # type: ignore[attr-defined]
+    return out
+
+
+def dress(tensor: torch.Tensor, template: torch.Tensor, owner: torch.nn.Module) -> None:
+    """Give `tensor` the class and the attributes of `template`, its loaders bound to `owner`."""
+    from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
+
+    tensor.__class__ = template.__class__
+    tensor.__dict__ = dict(template.__dict__)
+    for key, value in tensor.__dict__.items():
+        if isinstance(value, types.MethodType) and (
+            value.__self__ is layer_ref_sentinel or isinstance(value.__self__, type(owner))
+        ):
+            tensor.__dict__[key] = types.MethodType(value.__func__, owner)
+
+
+def is_method(method: Any) -> bool:
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    return isinstance(method, QuantizeMethodBase)
+
+
+def is_attention(module: torch.nn.Module) -> bool:
+    """Layers whose processing reads other layers' weights, so that vLLM processes them last."""
+    return any(
+        kind.__name__ in ("AttentionLayerBase", "MMEncoderAttention", "Attention", "MLAAttention")
+        for kind in type(module).__mro__
+    ) and callable(getattr(module, "process_weights_after_loading", None))
+
+
+def is_plain(method: Any) -> bool:
+    """Does the live parameter keep the checkpoint's format and content?"""
+    return not is_method(method) or type(method).__name__.startswith("Unquantized")
+
+
+def why_optional(module: torch.nn.Module, name: str) -> str | None:
+    """Parameters that vLLM creates and a checkpoint of this kind need not have."""
+    method = getattr(module, "quant_method", None)
+    if any(kind.__name__ == "BaseKVCacheMethod" for kind in type(method).__mro__):
+        return "KV-cache scales default to 1"
+    if name.endswith("input_global_scale") and is_weight_only(method):
+        return "a weight-only scheme reads no activation scale"
+    return None
+
+
+def is_weight_only(method: Any) -> bool:
+    """Whether an NVFP4 MoE method runs without quantised activations, however its version says so."""
+    if getattr(method, "use_a16", False):
+        return True
+    return getattr(getattr(method, "nvfp4_backend", None), "name", "") == "MARLIN"

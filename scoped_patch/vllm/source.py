@@ -1,0 +1,96 @@
+"""The stream of named tensors on its way into a model's loader: who is it, was it read in time, whose failure is it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from .digest import Digest
+from .errors import RejectedWeight
+
+
+class Source:
+    """Names across all buckets of one update.
+
+    Attributes:
+        current: the name that the loader asked for last.
+        seen: every name that arrived.
+        used: names of which the loader made something.
+    """
+
+    def __init__(self, expected: frozenset[str] | None, digest: Digest | None = None) -> None:
+        self.expected = expected
+        self.digest = digest
+        self.current: str | None = None
+        self.seen: set[str] = set()
+        self.used: set[str] = set()
+        self.nbytes = 0
+        self.failure: BaseException | None = None  # of the caller's own iterable
+        self.on_device: set[torch.device] = set()
+        # By storage: the spans of memory handed to the loader, each while the loader may still hold it.
+        self._handed: dict[int, list[tuple[int, int, str, weakref.ref[torch.Tensor]]]] = {}
+
+    def stream(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hand the pairs on, one at a time, checked."""
+        self._handed.clear()
+        iterator = iter(weights)
+        while True:
+            try:
+                name, tensor = next(iterator)
+            except StopIteration:
+                self.current = None
+                return
+            except BaseException as error:
+                self.failure = error
+                raise
+            self._check(name, tensor)
+            self.current = name
+            self.seen.add(name)
+            self.nbytes += tensor.nbytes
+            if self.digest is not None:
+                self.digest.add(name, tensor)
+            if tensor.device.type != "cpu":
+                self.on_device.add(tensor.device)
+            start = tensor.data_ptr()
+            spans = self._handed.setdefault(tensor.untyped_storage().data_ptr(), [])
+            spans[:] = [span for span in spans if span[3]() is not None]
+            spans.append((start, start + tensor.nbytes, name, weakref.ref(tensor)))
+            yield name, tensor
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"update.load() wants (name, tensor) pairs, got ({type(name).__name__}, {type(tensor).__name__}); "
+                "pass `state_dict.items()` rather than the dict itself"
+            )
+        if tensor.is_meta:
+            raise RejectedWeight(name, "source", f"{name}: a meta tensor carries no weights")
+        if name in self.seen:
+            raise RejectedWeight(
+                name, "duplicate", f"{name}: arrived twice in one update; which of the two is meant cannot be known"
+            )
+        if self.expected is not None and name not in self.expected:
+            raise RejectedWeight(name, "unlisted", f"{name}: arrived, but is not among the names that `expect=` lists")
+
+    def name_of(self, tensor: torch.Tensor | None) -> str:
+        """The name a loader's argument came under: by its memory, since some loaders collect tensors before use.
+
+        Raises:
+            RejectedWeight: its memory was handed out again, under a later name, before the loader read it.
+        """
+        if tensor is not None and not tensor.is_meta:
+            at = tensor.data_ptr()
+            spans = self._handed.get(tensor.untyped_storage().data_ptr(), [])
+            names = [name for start, stop, name, held in spans if start <= at < stop and held() is not None]
+            if len(names) > 1 and names[-1] != self.current:
+                raise RejectedWeight(
+                    names[0],
+                    "source",
+                    f"{names[0]}: its buffer was reused for {names[-1]} before the model's loader, which collects several "
+                    "tensors first, had read it. Give the tensors of one bucket memory of their own.",
+                )
+            if names:
+                return names[-1]
+        return self.current or "?"

@@ -1,0 +1,303 @@
+"""Stage one model's new weights: load them into its shadow, process each layer once it is whole, prove what came out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..engine.errors import ScopedPatchError
+from .checks import check_use, check_values
+from .coverage import Box, box_of_view, overlap
+from .errors import RejectedWeight
+from .graph import reach, storage_key
+from .manifest import missing_by_layer
+from .process import Processed, processed_state
+from .recorder import Recorder
+from .shadow import Shadow, ShadowLayer, Staged, dress, is_attention, is_method
+from .source import Source
+from .target import Site
+
+
+class StagedModel:
+    """The staged update of one model.
+
+    Args:
+        site: the model and what is known of the engine around it.
+        source: the update's stream.
+        carry: take the unwritten part of a parameter from the live one where that keeps the checkpoint's format.
+        on_complete: called with the layers that have just been processed; layers that share a parameter come together.
+    """
+
+    def __init__(
+        self, site: Site, source: Source, *, carry: bool, on_complete: Callable[[list[tuple[ShadowLayer, Processed]]], None]
+    ) -> None:
+        self.site = site
+        self.source = source
+        self.carry = carry
+        self.on_complete = on_complete
+        self.shadow = Shadow(site.model)
+        self._placeholders: dict[int, Staged] = {}
+        self._reals: dict[int, Staged] = {}
+        self._live: dict[int, str] = {}
+        self._hold: list[torch.Tensor] = []  # a freed tensor's identity may be used again, so none is freed meanwhile
+        self._addresses: dict[ShadowLayer, dict[str, int]] = {}
+        self._released: list[ShadowLayer] = []
+        self._call: list[tuple[Staged, Box, bool]] | None = None
+        for layer in self.shadow.layers:
+            found = reach(layer.live, self.shadow.tree).tensors
+            self._addresses[layer] = {path: _address(tensor) for path, tensor in found.items()}
+            for path, tensor in found.items():
+                self._live.setdefault(storage_key(tensor), f"{layer.name}.{path}")
+                self._hold.append(tensor)
+        self._recorder = Recorder(self._live, self._wrote, self._redirect)
+        for staged in self.staged():
+            self._install_loader(staged)
+
+    def staged(self) -> Iterator[Staged]:
+        seen: set[int] = set()
+        for layer in self.shadow.layers:
+            for staged in layer.params.values():
+                if id(staged) not in seen:
+                    seen.add(id(staged))
+                    yield staged
+
+    # ------------------------------------------------------------------------------------------------- loading
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Run the model's own `load_weights` on the shadow."""
+        with torch.no_grad(), self.site.context(), self._recorder:
+            self.shadow.root.load_weights(weights)  # type: ignore[operator]
+        self._process_complete(None)
+
+    def _install_loader(self, staged: Staged) -> None:
+        placeholder = staged.placeholder
+        self._placeholders[storage_key(placeholder)] = staged
+        from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+        original = getattr(placeholder, "weight_loader", default_weight_loader)
+
+        def staged_loader(*args: Any, **kwargs: Any) -> Any:
+            return self._run_loader(staged, original, args, kwargs)
+
+        placeholder.weight_loader = staged_loader  # type: ignore[attr-defined]
+
+    def _run_loader(self, staged: Staged, loader: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = (staged.placeholder, staged.real)
+        given = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and all(a is not x for x in own)]
+        weight = given[0] if given else None
+        name = self.source.name_of(weight)
+        self.source.used.add(name)
+        if any(layer.processed for layer, _ in staged.owners):
+            if staged.optional or (staged.placeholder.numel() <= 8 and not staged.placeholder.is_floating_point()):
+                return True  # shape notes are sent once per fused shard
+            raise RejectedWeight(name, "loader", f"{name}: arrived after {staged.owners[0][0].name} was complete without it")
+        if weight is not None and weight.is_floating_point() != staged.placeholder.is_floating_point():
+            raise RejectedWeight(
+                name, "dtype", f"{name}: is {weight.dtype}, but {staged.label} holds {staged.placeholder.dtype}"
+            )
+        real = self._materialise(staged)
+        swap = lambda a: real if a is staged.placeholder else a  # noqa: E731
+        before = real.clone() if len(staged.owners) > 1 and staged.sources and name not in staged.sources else None
+        self._call = []
+        try:
+            out = loader(*map(swap, args), **{k: swap(v) for k, v in kwargs.items()})  # type: ignore[no-untyped-call]
+            writes = self._call
+        finally:
+            self._call = None
+        self._note(staged, name, writes)
+        check_use(staged, name, weight, [b for target, b, fill in writes if target is staged and not fill], self.site.tp_size)
+        if before is not None and not torch.equal(_raw(before), _raw(real)):
+            first = next(iter(staged.sources))
+            raise RejectedWeight(name, "tied", f"{name}: is tied to {first} in the live model, but arrived with other values")
+        self._process_complete(staged)
+        return out
+
+    def _note(self, staged: Staged, name: str, writes: list[tuple[Staged, Box, bool]]) -> None:
+        copies = [box for target, box, fill in writes if target is staged and not fill]
+        boxes = staged.sources.setdefault(name, [])
+        for target, box, fill in writes:
+            # A fill before a copy is preparation; one beside it (vocabulary padding) is content.
+            if target is staged and not (fill and any(overlap(box, c) for c in copies)):
+                boxes.append(box)
+                staged.coverage.add(box)
+
+    def _wrote(self, key: int, view: torch.Tensor, fill: bool) -> None:
+        staged = self._reals.get(key)
+        if staged is None:
+            return
+        base = staged.placeholder
+        box = box_of_view(tuple(base.shape), base.stride(), tuple(view.shape), view.stride(), int(view.storage_offset()))
+        if box is None:
+            return  # stays missing, so that the update is refused rather than trusted
+        if self._call is not None:
+            self._call.append((staged, box, fill))
+        else:
+            name = self.source.current or "?"
+            self.source.used.add(name)
+            self._note(staged, name, [(staged, box, fill)])
+
+    def _redirect(self, key: int, view: torch.Tensor) -> torch.Tensor | None:
+        """Loaders that write to a parameter directly meet its placeholder; their write is led to the real tensor."""
+        staged = self._placeholders.get(key)
+        return None if staged is None else self._materialise(staged)
+
+    def _materialise(self, staged: Staged) -> torch.Tensor:
+        if staged.real is None:
+            layer, name = staged.owners[0]
+            template = staged.placeholder
+            real = torch.empty_strided(
+                template.shape, template.stride(), dtype=template.dtype, device=self.site.device_of(layer.live)
+            )
+            loader = template.weight_loader  # type: ignore[attr-defined]
+            dress(real, template, layer.shadow)
+            real.weight_loader = loader  # type: ignore[attr-defined]
+            if self.carry and staged.carried is not None:
+                real.data.copy_(staged.carried)
+            elif staged.optional and any(k.__name__ == "BaseKVCacheMethod" for k in type(layer.method).__mro__):
+                self._default(layer, name, real)
+            staged.real = real
+            self._reals[storage_key(real)] = staged
+            for owner, attribute in staged.owners:
+                owner.shadow._parameters[attribute] = real  # type: ignore[assignment]
+        return staged.real
+
+    def _default(self, layer: ShadowLayer, name: str, real: torch.Tensor) -> None:
+        """What the quantisation method itself starts this parameter from (KV-cache scales: a "not loaded" mark)."""
+        scratch = torch.nn.Module()
+        scratch.__class__ = type(layer.live)
+        scratch.__dict__.update({k: v for k, v in layer.shadow.__dict__.items() if k != "_parameters"})
+        scratch.__dict__["_parameters"] = {}
+        layer.method.create_weights(scratch)
+        real.data.copy_(scratch._parameters[name])  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------------------------------------- processing
+    def _process_complete(self, staged: Staged | None) -> None:
+        """Process the layers that `staged` made whole (None: look at all, for loaders that write directly)."""
+        layers = self.shadow.layers if staged is None else [layer for layer, _ in staged.owners]
+        for layer in layers:
+            if layer.touched and not layer.processed:
+                group = _tied_group(layer)
+                if all(map(self._ready, group)):
+                    self._process(group)
+
+    def _ready(self, layer: ShadowLayer) -> bool:
+        if is_attention(layer.live):
+            return False
+        # An optional parameter that has begun to arrive is waited for.
+        return all(p.coverage.complete() or (p.optional is not None and not p.sources) for p in layer.params.values())
+
+    def _process(self, group: list[ShadowLayer]) -> None:
+        results = []
+        for layer in group:
+            for name, staged in layer.params.items():
+                check_values(staged)
+                if staged.real is None and staged.optional is not None:
+                    self._supply(layer, name, staged)
+            layer.processed = True
+            with torch.no_grad(), self.site.context(), self._recorder.paused(), Recorder(self._live):
+                self._run_processing(layer)
+            results.append((layer, processed_state(layer, self.shadow.tree)))
+        with self._recorder.paused():
+            self.on_complete(results)
+
+    def _run_processing(self, layer: ShadowLayer) -> None:
+        shadow: Any = layer.shadow
+        if is_method(layer.method):
+            shadow.quant_method.process_weights_after_loading(shadow)
+            if hasattr(shadow, "update_param_tp_status"):
+                shadow.update_param_tp_status()
+        if is_attention(layer.live):
+            shadow.process_weights_after_loading(self.site.dtype)
+
+    def release(self, layer: ShadowLayer) -> None:
+        """Forget a committed layer's staging: only its placeholders stay, for loaders that ask for them."""
+        for staged in layer.params.values():
+            if staged.real is not None:
+                self._reals.pop(storage_key(staged.real), None)
+                staged.real = None
+        placeholders = {name: staged.placeholder for name, staged in layer.params.items()}
+        layer.shadow.__dict__ = {**layer.live.__dict__, "_parameters": placeholders}
+        self._released.append(layer)
+
+    def _supply(self, layer: ShadowLayer, name: str, staged: Staged) -> None:
+        """An optional parameter that did not come: any finite value does, since the scheme does not read it."""
+        real = self._materialise(staged)
+        if not any(k.__name__ == "BaseKVCacheMethod" for k in type(layer.method).__mro__):
+            real.data.fill_(1)
+
+    def finish_deferred(self) -> None:
+        """Process the layers that read other layers' weights, once all of those are done."""
+        for layer in self._released:  # what they read now is live
+            layer.shadow.__dict__ = layer.live.__dict__
+        for layer in self.shadow.layers:
+            if layer.processed or not is_attention(layer.live):
+                continue
+            prefix = f"{layer.name}." if layer.name else ""
+            below = any(o.processed and o.name.startswith(prefix) and o is not layer for o in self.shadow.layers)
+            if layer.touched or below:
+                self._process([layer])
+
+    # ------------------------------------------------------------------------------------------------- the end
+    def missing(self, everything: bool) -> dict[str, list[str]]:
+        """Per layer, what has not arrived; of untouched layers too, if `everything`."""
+        return missing_by_layer(self.shadow.layers, everything, self.carry)
+
+    def settle(self) -> None:
+        """Process the touched layers whose rest is carried over from the live parameters (`expect="partial"` or names)."""
+        for layer in self.shadow.layers:
+            if layer.touched and not layer.processed and not is_attention(layer.live):
+                group = _tied_group(layer)
+                for one in group:
+                    for name, staged in one.params.items():
+                        if staged.real is None and staged.carried is not None:
+                            one.shadow._parameters[name] = staged.carried  # type: ignore[assignment]
+                self._process(group)
+
+    def moved(self) -> int:
+        """How many tensors of the updated layers are no longer where they were when the update began."""
+        count = 0
+        for layer, before in self._addresses.items():
+            if layer.processed:
+                after = reach(layer.live, self.shadow.tree).tensors
+                count += sum(path not in after or _address(after[path]) != at for path, at in before.items())
+        return count
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """Turn a failure of the model's own loader into one that names the weight it failed on."""
+        try:
+            yield
+        except Exception as error:
+            if error is self.source.failure or isinstance(error, ScopedPatchError):
+                raise
+            name = self.source.current or "?"
+            text = str(error)
+            unknown = isinstance(error, KeyError) or "no module or parameter" in text or "not found" in text
+            raise RejectedWeight(
+                name,
+                "unknown" if unknown else "shape" if isinstance(error, AssertionError) or "size" in text else "loader",
+                f"{name}: {'the model has no place for it' if unknown else 'did not load'}: {type(error).__name__}: {text}",
+            ) from error
+
+
+def _tied_group(layer: ShadowLayer) -> list[ShadowLayer]:
+    """The layers that share a parameter with this one, itself included: they are processed and committed together."""
+    group, todo = [layer], [layer]
+    while todo:
+        for staged in todo.pop().params.values():
+            for owner, _ in staged.owners:
+                if all(owner is not known for known in group):
+                    group.append(owner)
+                    todo.append(owner)
+    return group
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_meta else tensor.data_ptr()
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.data.reshape(-1)
+    return flat.view(torch.uint8)
