@@ -108,8 +108,7 @@ class Coverage:
         """The unwritten part as disjoint boxes, merged along the first dimension; empty when all is written."""
         if 0 in self.shape:
             return []
-        ends_of = [itertools.chain.from_iterable(box[d] for box in self.boxes) for d in range(len(self.shape))]
-        edges = [sorted({0, n, *ends}) for n, ends in zip(self.shape, ends_of, strict=True)]
+        edges = [sorted({0, n, *(end for box in self.boxes for end in box[d])}) for d, n in enumerate(self.shape)]
         cells = [list(itertools.pairwise(e)) for e in edges]
         index = [{start: i for i, (start, _) in enumerate(c)} for c in cells]
         ends = [{stop: i + 1 for i, (_, stop) in enumerate(c)} for c in cells]
