@@ -55,9 +55,7 @@ def test_new_lengths_are_dynamic_after_one_recompilation():
     for n in (5, 6, 9, 12):
         h, y = torch.randn(n, 8, requires_grad=True), torch.randint(0, 130, (n,))
         got, want = compiled(h, w, y, 1.0), step(h, w, y, 1.0)
-        torch.testing.assert_close(
-            torch.autograd.grad(got[0].sum(), (h, w)), torch.autograd.grad(want[0].sum(), (h, w))
-        )
+        torch.testing.assert_close(torch.autograd.grad(got[0].sum(), (h, w)), torch.autograd.grad(want[0].sum(), (h, w)))
     assert counter.frame_count == 2
 
 
@@ -92,25 +90,6 @@ def test_the_operator_keeps_the_dispatcher_s_contract():
     h, w = torch.randn(5, 8, requires_grad=True), torch.randn(130, 8, requires_grad=True)
     y = torch.randint(0, 130, (5,))
     y[1] = -100
-    args = (
-        h,
-        w,
-        y,
-        torch.ones(()),
-        None,
-        None,
-        None,
-        None,
-        None,
-        1.0,
-        -100,
-        True,
-        True,
-        0,
-        130,
-        "",
-        torch.float32,
-        "torch",
-        0,
-    )
+    settings = (None, 1.0, -100, 0, 130, "", torch.float32, "torch", 0)
+    args = (h, w, y, torch.ones(()), None, None, None, None, *settings, True, True, False)
     torch.library.opcheck(forward_op, args)

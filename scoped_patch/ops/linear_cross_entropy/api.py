@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from . import memory as budgets
-from .operator import forward_op
+from .backends import choose
+from .operator import Inputs, Settings, forward_op
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -111,26 +112,32 @@ def linear_cross_entropy(
         raise ValueError(f'backend: got {backend!r}, wanted "auto", "torch" or "triton"')
     shape = labels.shape
     group_name, vocab_start, vocab_size = _vocabulary(weight, process_group)
-    log_probs, entropy, sum_sq, is_top1, topk, _ = forward_op(
-        hidden_states.reshape(-1, hidden_states.shape[-1]),
-        weight,
-        labels.reshape(-1),
-        _temperature(temperature, labels, hidden_states),
-        bias,
-        extra_hidden_states.reshape(-1, extra_hidden_states.shape[-1]) if extra_hidden_states is not None else None,
-        extra_weight,
-        topk_ids.reshape(-1, topk_ids.shape[-1]) if topk_ids is not None else None,
-        None if softcap is None else float(softcap),
-        1.0 if logit_scale is None else float(logit_scale),
-        ignore_index,
-        "entropy" in wanted,
-        "sum_sq_probs" in wanted,
-        vocab_start,
-        vocab_size,
-        group_name,
-        dtype,
-        backend,
-        _memory(memory),
+    inputs = Inputs(
+        hidden=hidden_states.reshape(-1, hidden_states.shape[-1]),
+        weight=weight,
+        labels=labels.reshape(-1),
+        temperature=_temperature(temperature, labels, hidden_states),
+        bias=bias,
+        extra_hidden=extra_hidden_states.reshape(-1, extra_hidden_states.shape[-1])
+        if extra_hidden_states is not None
+        else None,
+        extra_weight=extra_weight,
+        topk_ids=topk_ids.reshape(-1, topk_ids.shape[-1]) if topk_ids is not None else None,
+    )
+    settings = Settings(
+        softcap=None if softcap is None else float(softcap),
+        logit_scale=1.0 if logit_scale is None else float(logit_scale),
+        ignore_index=ignore_index,
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        group_name=group_name,
+        compute_dtype=dtype,
+        backend=choose(backend, weight, dtype),
+        memory=_memory(memory),
+    )
+    keep = _keep(inputs, settings)
+    log_probs, entropy, sum_sq, is_top1, topk, _, _ = forward_op(
+        *inputs, *settings, "entropy" in wanted, "sum_sq_probs" in wanted, keep
     )
     out = LinearCrossEntropyOutput()
     if "log_probs" in wanted:
@@ -171,9 +178,7 @@ def _check(
         raise ValueError(f"weight: got shape {list(weight.shape)}, wanted [vocabulary, hidden] with at least one row")
     vocab = weight.shape[0]
     if hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden_states: got shape {list(hidden.shape)}, wanted [..., {weight.shape[1]}] to match weight"
-        )
+        raise ValueError(f"hidden_states: got shape {list(hidden.shape)}, wanted [..., {weight.shape[1]}] to match weight")
     if labels.dtype != torch.int64:
         raise TypeError(f"labels: got {labels.dtype}, wanted int64")
     if labels.shape != hidden.shape[:-1]:
@@ -189,9 +194,7 @@ def _check(
         if extra_weight.shape != (vocab, rank):
             raise ValueError(f"extra_weight: got shape {list(extra_weight.shape)}, wanted [{vocab}, R]")
         if extra_hidden.shape != (*labels.shape, rank):
-            raise ValueError(
-                f"extra_hidden_states: got shape {list(extra_hidden.shape)}, wanted {[*labels.shape, rank]}"
-            )
+            raise ValueError(f"extra_hidden_states: got shape {list(extra_hidden.shape)}, wanted {[*labels.shape, rank]}")
     if topk_ids is not None:
         if topk_ids.dtype != torch.int64:
             raise TypeError(f"topk_ids: got {topk_ids.dtype}, wanted int64")
@@ -241,6 +244,15 @@ def _memory(memory: str | int) -> int:
     if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0:
         return memory
     raise ValueError(f'memory: got {memory!r}, wanted "auto", "low" or a number of bytes > 0')
+
+
+def _keep(inputs: Inputs, settings: Settings) -> bool:
+    """Whether logits are kept from the forward to the backward. Only the triton backend's tiles can write them."""
+    if settings.backend != "triton" or inputs.extra_weight is not None or settings.compute_dtype == torch.float32:
+        return False
+    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
+        return False
+    return budgets.keeps_logits(settings.memory, inputs.labels.shape[0], inputs.weight.shape[0], inputs.hidden.device)
 
 
 def _vocabulary(weight: Tensor, process_group: ProcessGroup | None) -> tuple[str, int, int]:

@@ -3,33 +3,58 @@
 from __future__ import annotations
 
 import importlib.util
-import os
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...engine.errors import UnsupportedError
+from .stats import Backward, Gradients, Outputs
 
 
+@cache
 def triton_available() -> bool:
     """Whether triton can be imported; it is not imported for the answer."""
     return importlib.util.find_spec("triton") is not None
 
 
-def choose(name: str, weight: Tensor) -> Any:
-    """The backend module for "auto", "torch" or "triton"."""
-    from . import torch_backend
-
+def choose(name: str, weight: Tensor, dtype: torch.dtype) -> str:
+    """ "torch" or "triton" for "auto", "torch" or "triton". Refuses triton where it cannot run."""
     if name == "torch" or (name == "auto" and not (weight.is_cuda and triton_available())):
-        return torch_backend
-    if name == "auto":
-        return torch_backend
+        return "torch"
+    if dtype == torch.float64:
+        if name == "auto":
+            return "torch"
+        raise UnsupportedError('backend="triton": float64 is not computed there; use backend="torch" (or "auto")')
     if not triton_available():
+        raise UnsupportedError('backend="triton": triton is not installed; install it, or use backend="torch"')
+    if not weight.is_cuda and not _interpreted():
         raise UnsupportedError(
-            'backend="triton": triton is not installed; install it or use backend="torch" (or "auto")'
+            f'backend="triton": the weight is on {weight.device}, and triton needs a GPU; use backend="torch" or "auto"'
         )
-    if not weight.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise UnsupportedError(
-            f'backend="triton": the weight is on {weight.device}, and triton needs a GPU; use backend="torch" (or "auto")'
-        )
-    raise UnsupportedError('backend="triton" is not built yet; use backend="torch"')
+    return "triton"
+
+
+def _interpreted() -> bool:
+    from .kernels import INTERPRETED
+
+    return INTERPRETED
+
+
+def run_forward(name: str, *args: Any) -> Outputs:
+    """The forward of the backend "torch" or "triton"."""
+    if name == "torch":
+        from .torch_backend import run_forward as run
+    else:
+        from .triton_backend import run_forward as run
+    return run(*args)
+
+
+def run_backward(name: str, problem: Backward) -> Gradients:
+    """The backward of the backend "torch" or "triton"."""
+    if name == "torch":
+        from .torch_backend import run_backward as run
+    else:
+        from .triton_backward import run_backward as run
+    return run(problem)

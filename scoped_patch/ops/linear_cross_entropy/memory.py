@@ -1,7 +1,8 @@
-"""How many bytes of logits may be alive at once."""
+"""How many bytes of logits may be alive at once, and how that cuts the vocabulary."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 AUTO = 0
@@ -10,14 +11,48 @@ LOW = -1
 # On the CPU a block that stays in the shared cache makes the element-wise passes nearly free.
 _CPU_BLOCK = 16 << 20
 _CPU_LOW = 4 << 20
-_CUDA_BLOCK = 1 << 30
-_CUDA_LOW = 128 << 20
+# On a GPU the products stop gaining from wider blocks at about this size.
+_CUDA_BLOCK = 512 << 20
+_CUDA_LOW = (48 << 20, 128 << 20)
+# Logits are kept from the forward to the backward while they take at most this share of the memory that is free then.
+_KEPT_SHARE = 0.25
 
 
-def block_bytes(memory: int, weight: Tensor) -> int:
-    """Bytes for one block: `memory` itself where it is a number of bytes, else the default of the device."""
+def block_bytes(memory: int, hidden: Tensor, taken: int = 0) -> int:
+    """Bytes for one block: `memory` less what is `taken` where it is a number of bytes, else the device's default."""
     if memory > 0:
-        return memory
-    if weight.is_cuda:
-        return _CUDA_LOW if memory == LOW else _CUDA_BLOCK
-    return _CPU_LOW if memory == LOW else _CPU_BLOCK
+        memory = max(memory - taken, 1)
+    if not hidden.is_cuda:
+        return memory if memory > 0 else _CPU_LOW if memory == LOW else _CPU_BLOCK
+    if memory == LOW:
+        # Twice the hidden states: the result's copy at the end of the backward would take half of that anyway.
+        low, high = _CUDA_LOW
+        return max(low, min(high, 2 * hidden.numel() * hidden.element_size()))
+    return min(memory, _CUDA_BLOCK) if memory > 0 else _CUDA_BLOCK
+
+
+def block_width(vocab: int, fitting: int, multiple: int) -> int:
+    """Columns per block: at most `fitting` (but at least `multiple`), all blocks about equal, no thin last one."""
+    width = min(vocab, max(multiple, fitting // multiple * multiple))
+    count = -(-vocab // width)
+    even = -(-vocab // count)
+    return min(vocab, width, -(-even // multiple) * multiple)
+
+
+def kept_width(vocab: int) -> int:
+    """Row length of the kept logits: 16-byte rows of float16."""
+    return -(-vocab // 8) * 8
+
+
+def keeps_logits(memory: int, rows: int, vocab: int, device: torch.device) -> bool:
+    """Whether float16 logits [rows, vocab] are kept for the backward."""
+    size = rows * kept_width(vocab) * 2
+    if memory > 0:
+        return size <= memory
+    if memory == LOW or torch.compiler.is_compiling() or device.type != "cuda":
+        return False
+    if torch.cuda.is_current_stream_capturing():
+        return False
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return size <= _KEPT_SHARE * (free + cached)

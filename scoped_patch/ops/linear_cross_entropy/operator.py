@@ -1,315 +1,247 @@
-"""The fused head as two operators of the dispatcher, so that Dynamo and AOTAutograd pass it through as one node each."""
+"""The fused head as two operators of the dispatcher: Dynamo and AOTAutograd pass it through as one node each."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import memory as budgets
+from .backends import run_backward, run_forward
 from .errors import SecondOrderGradientError
-from .problem import Head, Rows, capturing, check_labels, select
-from .torch_backend import RowGrads, Stats
+from .problem import Head, select
+from .stats import Backward, Outputs, RowGrads
 
-# A schema needs plain types: memory is bytes (or one of budgets.LOW, budgets.AUTO), the group goes by its name.
+_INPUTS = (
+    "Tensor hidden, Tensor weight, Tensor labels, Tensor temperature, Tensor? bias, Tensor? extra_hidden, "
+    "Tensor? extra_weight, Tensor? topk_ids"
+)
+_SETTINGS = (
+    "float? softcap, float logit_scale, int ignore_index, SymInt vocab_start, SymInt vocab_size, str group_name, "
+    "ScalarType compute_dtype, str backend, int memory"
+)
+# The forward's outputs that the backward reads, in the order of `Outputs` without is_top1.
+_SAVED = "Tensor log_probs, Tensor entropy, Tensor sum_sq_probs, Tensor topk_log_probs, Tensor lse, Tensor kept"
 
 
-def _head(
-    weight: Tensor,
-    bias: Tensor | None,
-    extra_weight: Tensor | None,
-    softcap: float | None,
-    logit_scale: float,
-    ignore_index: int,
-    vocab_start: int,
-    vocab_size: int,
-    group_name: str,
-    compute_dtype: torch.dtype,
-) -> Head:
-    return Head(
-        weight.to(compute_dtype),
-        bias,
-        extra_weight,
-        softcap,
-        logit_scale,
-        ignore_index,
-        vocab_start,
-        vocab_size,
-        group_name,
-        compute_dtype,
-        weight.dtype,
+class Inputs(NamedTuple):
+    """The tensors of a call, flat: hidden [N, H], weight [V, H], labels [N], temperature [] or [N], topk_ids [N, K]."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    temperature: Tensor
+    bias: Tensor | None
+    extra_hidden: Tensor | None
+    extra_weight: Tensor | None
+    topk_ids: Tensor | None
+
+
+class Settings(NamedTuple):
+    """The rest of a call, in types that a schema has."""
+
+    softcap: float | None
+    logit_scale: float
+    ignore_index: int
+    vocab_start: int
+    vocab_size: int
+    group_name: str
+    compute_dtype: torch.dtype
+    backend: str  # "torch" or "triton": "auto" is settled before
+    memory: int  # bytes, or budgets.LOW or budgets.AUTO
+
+    def head(self, inputs: Inputs) -> Head:
+        return Head(
+            weight=inputs.weight.to(self.compute_dtype),
+            bias=inputs.bias,
+            extra_weight=inputs.extra_weight,
+            softcap=self.softcap,
+            logit_scale=self.logit_scale,
+            ignore_index=self.ignore_index,
+            vocab_start=self.vocab_start,
+            vocab_size=self.vocab_size,
+            group_name=self.group_name,
+            compute_dtype=self.compute_dtype,
+            weight_dtype=inputs.weight.dtype,
+        )
+
+
+_N_INPUTS, _N_SETTINGS = len(Inputs._fields), len(Settings._fields)
+
+
+def _split(args: tuple[Any, ...]) -> tuple[Inputs, Settings, tuple[Any, ...]]:
+    end = _N_INPUTS + _N_SETTINGS
+    return Inputs(*args[:_N_INPUTS]), Settings(*args[_N_INPUTS:end]), args[end:]
+
+
+def _forward(*args: Any) -> Outputs:
+    inputs, settings, (entropy, sum_sq, keep) = _split(args)
+    width = budgets.kept_width(inputs.weight.shape[0])
+    kept = inputs.hidden.new_empty((inputs.labels.shape[0] if keep else 0, width), dtype=torch.float16)
+    return run_forward(
+        settings.backend,
+        settings.head(inputs),
+        inputs.hidden,
+        inputs.extra_hidden,
+        inputs.labels,
+        inputs.temperature,
+        inputs.topk_ids,
+        settings.memory,
+        entropy,
+        sum_sq,
+        kept,
     )
 
 
-def _backend(name: str, weight: Tensor) -> Any:
-    from . import torch_backend
-
-    if name == "torch":
-        return torch_backend
-    from .backends import choose
-
-    return choose(name, weight)
-
-
-@torch.library.custom_op("scoped_patch::linear_cross_entropy", mutates_args=())
-def forward_op(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: Tensor,
-    bias: Tensor | None,
-    extra_hidden: Tensor | None,
-    extra_weight: Tensor | None,
-    topk_ids: Tensor | None,
-    softcap: float | None,
-    logit_scale: float,
-    ignore_index: int,
-    entropy: bool,
-    sum_sq: bool,
-    vocab_start: int,
-    vocab_size: int,
-    group_name: str,
-    compute_dtype: torch.dtype,
-    backend: str,
-    memory: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(log_probs, entropy, sum_sq_probs, is_top1, topk_log_probs, lse), each [total] ([total, K]), empty if not asked for."""
-    head = _head(
-        weight,
-        bias,
-        extra_weight,
-        softcap,
-        logit_scale,
-        ignore_index,
-        vocab_start,
-        vocab_size,
-        group_name,
-        compute_dtype,
-    )
-    total = labels.shape[0]
-    if not capturing(labels):
-        check_labels(labels, head)
-    rows = select(head, hidden, extra_hidden, labels, temperature, labels != ignore_index)
-    topk = topk_ids if topk_ids is None or rows.index is None else topk_ids[rows.index]
-    impl = _backend(backend, weight)
-    stats = impl.forward(head, rows, budgets.block_bytes(memory, weight), entropy, sum_sq, topk)
-    # Rows with an ignored label are only still here when nothing could be compacted (graph capture).
-    real = rows.labels != ignore_index
-
-    def place(values: Tensor | None, mask: bool = True) -> Tensor:
-        if values is None:
-            return stats.lse.new_empty(0)
-        if mask:
-            values = torch.where(real if values.ndim == 1 else real[:, None], values, 0)
-        return rows.spread(values)
-
-    top1 = stats.label_logit >= stats.top_logit
-    return (
-        place(stats.label_logit - stats.lse),
-        place(stats.entropy),
-        place(stats.sum_sq_probs),
-        place(top1).to(torch.bool) if total else top1,
-        place(stats.topk_logits - stats.lse[:, None] if stats.topk_logits is not None else None),
-        place(stats.lse, mask=False).clone(),
-    )
+forward_op = torch.library.custom_op(
+    "scoped_patch::linear_cross_entropy",
+    _forward,
+    mutates_args=(),
+    schema=f"({_INPUTS}, {_SETTINGS}, bool entropy, bool sum_sq, bool keep) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @forward_op.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: Tensor,
-    bias: Tensor | None,
-    extra_hidden: Tensor | None,
-    extra_weight: Tensor | None,
-    topk_ids: Tensor | None,
-    softcap: float | None,
-    logit_scale: float,
-    ignore_index: int,
-    entropy: bool,
-    sum_sq: bool,
-    vocab_start: int,
-    vocab_size: int,
-    group_name: str,
-    compute_dtype: torch.dtype,
-    backend: str,
-    memory: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
-    row = hidden.new_empty(labels.shape, dtype=dtype)
-    none = hidden.new_empty(0, dtype=dtype)
-    return (
-        row,
-        torch.empty_like(row) if entropy else none,
-        torch.empty_like(row) if sum_sq else none.clone(),
-        torch.empty_like(row, dtype=torch.bool),
-        hidden.new_empty(topk_ids.shape, dtype=dtype) if topk_ids is not None else none.clone(),
-        torch.empty_like(row),
-    )
+def _(*args: Any) -> Outputs:
+    inputs, settings, (entropy, sum_sq, keep) = _split(args)
+    dtype = torch.float64 if settings.compute_dtype == torch.float64 else torch.float32
+    rows = inputs.labels.shape[0]
+
+    def row(wanted: bool = True, dtype: torch.dtype = dtype) -> Tensor:
+        return inputs.hidden.new_empty((rows,) if wanted else (0,), dtype=dtype)
+
+    topk = inputs.topk_ids
+    chosen = inputs.hidden.new_empty(topk.shape, dtype=dtype) if topk is not None else row(False)
+    kept = inputs.hidden.new_empty((rows if keep else 0, budgets.kept_width(inputs.weight.shape[0])), dtype=torch.float16)
+    return row(), row(entropy), row(sum_sq), row(dtype=torch.bool), chosen, row(), kept
 
 
-@torch.library.custom_op("scoped_patch::linear_cross_entropy_backward", mutates_args=())
-def backward_op(
-    grad_log_probs: Tensor | None,
-    grad_entropy: Tensor | None,
-    grad_sum_sq: Tensor | None,
-    grad_topk: Tensor | None,
-    lse: Tensor,
-    entropy: Tensor,
-    sum_sq: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: Tensor,
-    bias: Tensor | None,
-    extra_hidden: Tensor | None,
-    extra_weight: Tensor | None,
-    topk_ids: Tensor | None,
-    softcap: float | None,
-    logit_scale: float,
-    ignore_index: int,
-    vocab_start: int,
-    vocab_size: int,
-    group_name: str,
-    compute_dtype: torch.dtype,
-    backend: str,
-    memory: int,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of (hidden, weight, bias, extra_hidden, extra_weight); empty where `needs` is false."""
-    head = _head(
-        weight,
-        bias,
-        extra_weight,
-        softcap,
-        logit_scale,
-        ignore_index,
-        vocab_start,
-        vocab_size,
-        group_name,
-        compute_dtype,
-    )
-    real = labels != ignore_index
-    upstream = [grad_log_probs, grad_entropy, grad_sum_sq, grad_topk]
+_BackwardOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _run_backward(*args: Any) -> _BackwardOutputs:
+    upstream: tuple[Tensor | None, ...] = args[:4]
+    log_probs, entropy, sum_sq, topk, lse, kept = args[4:10]
+    inputs, settings, (needs,) = _split(args[10:])
+    head, total = settings.head(inputs), inputs.labels.shape[0]
+    real = inputs.labels != settings.ignore_index
     flows = torch.zeros_like(real)
     for grad in upstream:
         if grad is not None:
             flows = flows | ((grad != 0) if grad.ndim == 1 else (grad != 0).any(1))
-    rows = select(head, hidden, extra_hidden, labels, temperature, real & flows)
+    rows = select(head, inputs.hidden, inputs.extra_hidden, inputs.labels, inputs.temperature, real & flows)
 
-    def take(values: Tensor | None, mask: bool = False) -> Tensor | None:
-        if values is None or values.shape[0] != labels.shape[0]:
+    def take(values: Tensor | None) -> Tensor | None:
+        if values is None or values.shape[0] != total:  # not asked for, so empty
             return None
-        if mask and rows.index is None:
+        return values if rows.index is None else values.index_select(0, rows.index)
+
+    def take_grad(values: Tensor | None) -> Tensor | None:
+        if values is not None and rows.index is None:
+            # Nothing is left out where nothing could be counted (graph capture): make it explicit.
             values = torch.where(real if values.ndim == 1 else real[:, None], values, 0)
-        return values if rows.index is None else values[rows.index]
+        return take(values.to(lse.dtype)) if values is not None else None
 
-    taken = take(lse)
-    assert taken is not None
-    stats = Stats(taken, taken, taken, take(entropy), take(sum_sq), None)
-    grads = RowGrads(*(take(grad.to(lse.dtype) if grad is not None else None, mask=True) for grad in upstream))
-    impl = _backend(backend, weight)
-    result = impl.backward(head, rows, stats, grads, take(topk_ids), budgets.block_bytes(memory, weight), tuple(needs))
-    none = hidden.new_empty(0)
+    kept_rows = None
+    if kept.shape[0] and rows.index is not None:
+        kept_rows = (real.cumsum(0) - 1).index_select(0, rows.index)
+    found = run_backward(
+        settings.backend,
+        Backward(
+            head=head,
+            rows=rows,
+            log_probs=log_probs if rows.index is None else log_probs.index_select(0, rows.index),
+            lse=lse if rows.index is None else lse.index_select(0, rows.index),
+            entropy=take(entropy),
+            sum_sq_probs=take(sum_sq),
+            grads=RowGrads(*map(take_grad, upstream)),
+            topk_ids=take(inputs.topk_ids),
+            topk_log_probs=take(topk),
+            kept=kept if kept.shape[0] else None,
+            kept_rows=kept_rows,
+            memory=settings.memory,
+            needs=tuple(needs),
+        ),
+    )
 
-    def finish(grad: Tensor | None, like: Tensor | None, rowwise: bool) -> Tensor:
+    def finish(grad: Tensor | None, like: Tensor | None, rowwise: bool = False) -> Tensor:
         if grad is None or like is None:
-            return none.clone()
-        if rowwise and rows.index is not None:
-            return rows.spread(grad.to(like.dtype), torch.zeros_like(like))
-        return grad.to(like.dtype)
+            return inputs.hidden.new_empty(0)
+        grad = grad.to(like.dtype)
+        return rows.spread(grad) if rowwise else grad
 
     return (
-        finish(result.hidden, hidden, True),
-        finish(result.weight, weight, False),
-        finish(result.bias, bias, False),
-        finish(result.extra_hidden, extra_hidden, True),
-        finish(result.extra_weight, extra_weight, False),
+        finish(found.hidden, inputs.hidden, rowwise=True),
+        finish(found.weight, inputs.weight),
+        finish(found.bias, inputs.bias),
+        finish(found.extra_hidden, inputs.extra_hidden, rowwise=True),
+        finish(found.extra_weight, inputs.extra_weight),
     )
+
+
+backward_op = torch.library.custom_op(
+    "scoped_patch::linear_cross_entropy_backward",
+    _run_backward,
+    mutates_args=(),
+    schema="(Tensor? grad_log_probs, Tensor? grad_entropy, Tensor? grad_sum_sq_probs, Tensor? grad_topk_log_probs, "
+    f"{_SAVED}, {_INPUTS}, {_SETTINGS}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+def _gradient_like(tensor: Tensor | None, needed: bool, hidden: Tensor) -> Tensor:
+    return torch.empty_like(tensor) if tensor is not None and needed else hidden.new_empty(0)
 
 
 @backward_op.register_fake
-def _(
-    grad_log_probs: Tensor | None,
-    grad_entropy: Tensor | None,
-    grad_sum_sq: Tensor | None,
-    grad_topk: Tensor | None,
-    lse: Tensor,
-    entropy: Tensor,
-    sum_sq: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: Tensor,
-    bias: Tensor | None,
-    extra_hidden: Tensor | None,
-    extra_weight: Tensor | None,
-    topk_ids: Tensor | None,
-    softcap: float | None,
-    logit_scale: float,
-    ignore_index: int,
-    vocab_start: int,
-    vocab_size: int,
-    group_name: str,
-    compute_dtype: torch.dtype,
-    backend: str,
-    memory: int,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    def like(tensor: Tensor | None, needed: bool) -> Tensor:
-        return torch.empty_like(tensor) if tensor is not None and needed else hidden.new_empty(0)
-
+def _(*args: Any) -> _BackwardOutputs:
+    inputs, _settings, (needs,) = _split(args[10:])
+    hidden, weight, bias, extra_hidden, extra_weight = needs
     return (
-        like(hidden, needs[0]),
-        like(weight, needs[1]),
-        like(bias, needs[2]),
-        like(extra_hidden, needs[3]),
-        like(extra_weight, needs[4]),
+        inputs.hidden.new_empty(inputs.hidden.shape if hidden else (0,)),
+        _gradient_like(inputs.weight, weight, inputs.hidden),
+        _gradient_like(inputs.bias, bias, inputs.hidden),
+        inputs.hidden.new_empty(0)
+        if inputs.extra_hidden is None or not extra_hidden
+        else inputs.extra_hidden.new_empty(inputs.extra_hidden.shape),
+        _gradient_like(inputs.extra_weight, extra_weight, inputs.hidden),
     )
 
 
-_DIFFERENTIABLE = (0, 1, 4, 5, 6)  # hidden, weight, bias, extra_hidden, extra_weight among forward_op's arguments
+_DIFFERENTIABLE = (0, 1, 4, 5, 6)  # hidden, weight, bias, extra_hidden, extra_weight among the forward's arguments
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     ctx.set_materialize_grads(False)
-    hidden, weight, labels, temperature, bias, extra_hidden, extra_weight, topk_ids, *rest = inputs
-    softcap, logit_scale, ignore_index, want_entropy, want_sum_sq, *where = rest
-    _, entropy, sum_sq, _, _, lse = output
-    ctx.mark_non_differentiable(lse)
-    ctx.wanted = (want_entropy, want_sum_sq, topk_ids is not None)
-    ctx.save_for_backward(
-        lse, entropy, sum_sq, hidden, weight, labels, temperature, bias, extra_hidden, extra_weight, topk_ids
-    )
-    ctx.options = (softcap, logit_scale, ignore_index, *where)
+    log_probs, entropy, sum_sq, _, topk, lse, kept = output
+    ctx.mark_non_differentiable(lse, kept)
+    tensors, settings, (want_entropy, want_sum_sq, _) = _split(inputs)
+    ctx.wanted = (True, want_entropy, want_sum_sq, tensors.topk_ids is not None)
+    ctx.save_for_backward(log_probs, entropy, sum_sq, topk, lse, kept, *tensors)
+    ctx.settings = settings
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    log_probs, entropy, sum_sq, _, topk, _ = grads
+    log_probs, entropy, sum_sq, _, topk, _, _ = grads
     # Under AOTAutograd the empty stand-ins of outputs that were not asked for get (empty) gradients too.
-    entropy, sum_sq, topk = (g if w else None for g, w in zip((entropy, sum_sq, topk), ctx.wanted, strict=True))
+    upstream = [g if w else None for g, w in zip((log_probs, entropy, sum_sq, topk), ctx.wanted, strict=True)]
     needs = [bool(ctx.needs_input_grad[i]) for i in _DIFFERENTIABLE]
-    results: list[Tensor | None] = [None] * 19
-    if any(g is not None for g in (log_probs, entropy, sum_sq, topk)) and any(needs):
-        found = backward_op(log_probs, entropy, sum_sq, topk, *ctx.saved_tensors, *ctx.options, needs)
+    results: list[Tensor | None] = [None] * (_N_INPUTS + _N_SETTINGS + 3)
+    if any(g is not None for g in upstream) and any(needs):
+        found = backward_op(*upstream, *ctx.saved_tensors, *ctx.settings, needs)
         for position, needed, grad in zip(_DIFFERENTIABLE, needs, found, strict=True):
             if needed:
                 results[position] = grad
     return tuple(results)
 
 
-forward_op.register_autograd(_backward, setup_context=_setup_context)
-
-
 def _refuse_second_order(ctx: Any, *grads: Tensor | None) -> Any:
     raise SecondOrderGradientError(
-        "linear_cross_entropy: a gradient of its gradient was asked for (create_graph=True, or a gradient penalty); the fused head "
-        "keeps no logits and has no second-order formula. Compute this loss from F.linear and log_softmax instead"
+        "linear_cross_entropy: a gradient of its gradient was asked for (create_graph=True, or a gradient penalty); the "
+        "fused head keeps no logits and has no second-order formula. Compute this loss from F.linear and log_softmax"
     )
 
 
+forward_op.register_autograd(_backward, setup_context=_setup_context)
 backward_op.register_autograd(_refuse_second_order)
-
-__all__ = ["Rows", "backward_op", "forward_op"]

@@ -45,11 +45,11 @@ class Rows:
     total: int
     index: Tensor | None = field(default=None)
 
-    def spread(self, values: Tensor, out: Tensor | None = None) -> Tensor:
-        """Put [N, ...] values at their rows of a zero tensor [total, ...] (of `out`'s dtype, or theirs)."""
+    def spread(self, values: Tensor) -> Tensor:
+        """Put [N, ...] values at their rows of a zero tensor [total, ...]."""
         if self.index is None:
             return values
-        full = values.new_zeros((self.total, *values.shape[1:])) if out is None else out
+        full = values.new_zeros((self.total, *values.shape[1:]))
         full[self.index] = values
         return full
 
@@ -71,9 +71,7 @@ def capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def select(
-    head: Head, hidden: Tensor, extra_hidden: Tensor | None, labels: Tensor, temperature: Tensor, keep: Tensor
-) -> Rows:
+def select(head: Head, hidden: Tensor, extra_hidden: Tensor | None, labels: Tensor, temperature: Tensor, keep: Tensor) -> Rows:
     """The rows where `keep` [total] is true. Costs one read of a count from the device, none while capturing."""
     total = labels.shape[0]
     index = None
@@ -85,11 +83,5 @@ def select(
         hidden, labels = hidden.index_select(0, index), labels.index_select(0, index)
         extra_hidden = extra_hidden.index_select(0, index) if extra_hidden is not None else None
         temperature = temperature.index_select(0, index) if temperature.ndim else temperature
-    return Rows(
-        hidden.to(head.compute_dtype),
-        extra_hidden.to(head.compute_dtype) if extra_hidden is not None else None,
-        labels,
-        temperature,
-        total,
-        index,
-    )
+    extra_hidden = extra_hidden.to(head.compute_dtype) if extra_hidden is not None else None
+    return Rows(hidden.to(head.compute_dtype), extra_hidden, labels, temperature, total, index)

@@ -1,0 +1,408 @@
+"""Triton kernels of the fused head. Scores are kept in units of log 2 inside, because exp2 is the hardware's own exponential.
+
+A score is z = row_scale * f(product + bias): without a softcap f is the identity and row_scale holds logit_scale / temperature;
+with one, f(u) = tanh(pre * u), pre holds logit_scale / softcap and row_scale softcap / temperature. row_scale includes log2(e).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Read when the functions below are decorated: whether they run in triton's interpreter, on the CPU.
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
+# In place of -inf, so that no inf - inf and no 0 * inf comes up; its exp2 is 0.
+LOWEST = tl.constexpr(-1e30)
+# Products are masked lower than any real one, but high enough to survive a division by a small temperature.
+LOWEST_PRODUCT = tl.constexpr(-1e20)
+# Kept logits are float16; `lse` says later whether a row's fitted.
+KEPT_LIMIT = tl.constexpr(60000.0)
+
+
+@triton.jit
+def _tile(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
+    """Walk the tiles in groups of GROUP rows, so that neighbours in time share rows and columns in the cache."""
+    per_group = GROUP * column_tiles
+    first = (tile // per_group) * GROUP
+    size = tl.minimum(row_tiles - first, GROUP)
+    within = tile % per_group
+    return first + within % size, within // size
+
+
+@triton.jit
+def _tanh(x):
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def _activate(product, scale, pre, bias, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
+    """(scores, tanh or scores): `scale` broadcasts over columns, `bias` over rows."""
+    u = product
+    if HAS_BIAS:
+        u += bias
+    if SOFTCAP:
+        u = _tanh(u * pre)
+    z = u * scale
+    # Written so that a NaN stays one.
+    return tl.where(z < LOWEST, LOWEST, z), u
+
+
+@triton.jit
+def compact_rows(
+    LABELS, POSITION, TEMPERATURE, INDEX, LOCAL, SCALE, n, vocab_start, numerator, ignore_index, temperature_stride,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Bring the rows that are not ignored to the front: their numbers, labels (in this process's rows) and scales."""
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = r < n
+    y = tl.load(LABELS + r, mask=inside, other=0)
+    keep = inside & (y != ignore_index)
+    to = tl.load(POSITION + r, mask=keep, other=1) - 1
+    t = tl.load(TEMPERATURE + r * temperature_stride, mask=keep, other=1.0)
+    tl.store(INDEX + to, r.to(tl.int64), mask=keep)
+    tl.store(LOCAL + to, y - vocab_start, mask=keep)
+    tl.store(SCALE + to, (numerator / t).to(tl.float32), mask=keep)
+
+
+@triton.jit
+def forward_tiles(
+    HIDDEN, WEIGHT, KEPT, LABELS, SCALE, BIAS, COUNT, TOP, TOTAL, CENTRED, SQUARES, LABEL_LOGIT,
+    row0, rows, partial_stride, vocab, size, pre,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SIMPLE: tl.constexpr, ENTROPY: tl.constexpr, SUM_SQ: tl.constexpr,
+    KEEP: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """Product tiles with a softmax epilogue: per row and tile of columns the maximum, the sum of e = exp(z - max), of
+    e * (z - max) and of e * e, and the label's logit. HIDDEN, WEIGHT and KEPT are tensor descriptors; the products are
+    written only to KEPT, if at all. Rows from COUNT on are skipped.
+    """
+    count = tl.minimum(tl.load(COUNT) - row0, rows)
+    row_tiles = tl.cdiv(count, ROWS)
+    column_tiles = tl.cdiv(vocab, COLUMNS)
+    steps = tl.cdiv(size, INNER)
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=FLATTEN):
+        pm, pn = _tile(tile, row_tiles, column_tiles, GROUP)
+        acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for k in range(steps):
+            x = HIDDEN.load([row0 + pm * ROWS, k * INNER])
+            w = WEIGHT.load([pn * COLUMNS, k * INNER])
+            acc = tl.dot(x, w.T, acc)
+        r = pm * ROWS + tl.arange(0, ROWS)
+        inside = r < count
+        scale = tl.load(SCALE + row0 + r, mask=inside, other=1.0)
+        first = pn * COLUMNS
+        c = first + tl.arange(0, COLUMNS)
+        if SIMPLE:
+            # Scaling after the maximum turns a product and a difference into one fused multiply-add.
+            if first + COLUMNS > vocab:
+                acc = tl.where(c[None, :] < vocab, acc, LOWEST_PRODUCT)
+            top = tl.max(acc, 1) * scale
+            d = acc * scale[:, None] - top[:, None]
+        else:
+            bias = 0.0
+            if HAS_BIAS:
+                bias = tl.load(BIAS + c, mask=c < vocab, other=0.0).to(tl.float32)[None, :]
+            z, _ = _activate(acc, scale[:, None], pre, bias, HAS_BIAS, SOFTCAP)
+            acc = tl.where(c[None, :] < vocab, z, LOWEST)
+            top = tl.max(acc, 1)
+            d = acc - top[:, None]
+        e = tl.exp2(d)
+        out = pn.to(tl.int64) * partial_stride + r
+        tl.store(TOP + out, top, mask=inside)
+        tl.store(TOTAL + out, tl.sum(e, 1), mask=inside)
+        if ENTROPY:
+            tl.store(CENTRED + out, tl.sum(e * d, 1), mask=inside)
+        if SUM_SQ:
+            tl.store(SQUARES + out, tl.sum(e * e, 1), mask=inside)
+        if KEEP:
+            if SIMPLE:
+                z = acc * (scale * LN2)[:, None]
+            else:
+                z = acc * LN2
+            z = tl.where(z > KEPT_LIMIT, KEPT_LIMIT, tl.where(z < -KEPT_LIMIT, -KEPT_LIMIT, z))
+            KEPT.store([row0 + pm * ROWS, first], z.to(tl.float16))
+        y = tl.load(LABELS + row0 + r, mask=inside, other=-1)
+        has_label = (y >= first) & (y < first + COLUMNS) & (y < vocab) & inside
+        # Few tiles hold a label of their rows: the others skip the search.
+        if tl.max(has_label.to(tl.int32), 0) > 0:
+            z = tl.sum(tl.where(c[None, :] == y[:, None], acc, 0.0), 1)
+            if SIMPLE:
+                z *= scale
+            tl.store(LABEL_LOGIT + row0 + r, z, mask=has_label)
+
+
+@triton.jit
+def block_stats(
+    PRODUCT, LABELS, SCALE, BIAS, TOP, TOTAL, CENTRED, SQUARES, LABEL_LOGIT,
+    columns, product_stride, per_split, part0, partial_stride, vocab0, pre,
+    BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SUM_SQ: tl.constexpr,
+):  # fmt: skip
+    """The same statistics from a block of products in memory: one program per row and split of its columns."""
+    r = tl.program_id(0)
+    split = tl.program_id(1)
+    low = split * per_split
+    high = tl.minimum(low + per_split, columns)
+    scale = tl.load(SCALE + r)
+    base = PRODUCT + r.to(tl.int64) * product_stride
+    top = LOWEST
+    total = 0.0
+    centred = 0.0
+    squares = 0.0
+    y = tl.load(LABELS + r) - vocab0
+    for start in range(low, high, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        inside = c < high
+        bias = 0.0
+        if HAS_BIAS:
+            bias = tl.load(BIAS + vocab0 + c, mask=inside, other=0.0).to(tl.float32)
+        z, _ = _activate(tl.load(base + c, mask=inside, other=0.0).to(tl.float32), scale, pre, bias, HAS_BIAS, SOFTCAP)
+        z = tl.where(inside, z, LOWEST)
+        new_top = tl.maximum(top, tl.max(z, 0))
+        step = top - new_top
+        decay = tl.exp2(step)
+        d = z - new_top
+        e = tl.exp2(d)
+        if ENTROPY:
+            centred = decay * (centred + total * step) + tl.sum(e * d, 0)
+        if SUM_SQ:
+            squares = decay * decay * squares + tl.sum(e * e, 0)
+        total = total * decay + tl.sum(e, 0)
+        top = new_top
+        if (y >= start) & (y < start + BLOCK) & (y < high):
+            tl.store(LABEL_LOGIT + r, tl.sum(tl.where(c == y, z, 0.0), 0))
+    out = (part0 + split).to(tl.int64) * partial_stride + r
+    tl.store(TOP + out, top)
+    tl.store(TOTAL + out, total)
+    if ENTROPY:
+        tl.store(CENTRED + out, centred)
+    if SUM_SQ:
+        tl.store(SQUARES + out, squares)
+
+
+@triton.jit
+def combine_parts(
+    TOP, TOTAL, CENTRED, SQUARES, LABEL_LOGIT, LABELS, INDEX, COUNT, OUT_0, OUT_1, OUT_2, OUT_3, OUT_4,
+    row0, rows, parts, partial_stride, label_low, label_high,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, ENTROPY: tl.constexpr, SUM_SQ: tl.constexpr, FINAL: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of each row and put the result where the row belongs. FINAL: (log_prob, lse, entropy, sum of squares, is
+    top 1); else the running sums in natural units, for a merge over processes: (label logit, top, centred, squares, total).
+    """
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = r < tl.minimum(tl.load(COUNT) - row0, rows)
+    top = tl.full((BLOCK,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    centred = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, parts, PARTS):
+        p = start + tl.arange(0, PARTS)
+        here = (p[:, None] < parts) & inside[None, :]
+        at = p[:, None].to(tl.int64) * partial_stride + r[None, :]
+        part_top = tl.load(TOP + at, mask=here, other=LOWEST)
+        new_top = tl.maximum(top, tl.max(part_top, 0))
+        step = top - new_top
+        decay = tl.exp2(step)
+        part_step = part_top - new_top[None, :]
+        part_decay = tl.exp2(part_step)
+        part_total = tl.load(TOTAL + at, mask=here, other=0.0)
+        if ENTROPY:
+            part_centred = tl.load(CENTRED + at, mask=here, other=0.0)
+            moved = part_decay * (part_centred + part_total * part_step)
+            centred = decay * (centred + total * step) + tl.sum(moved, 0)
+        if SUM_SQ:
+            part_squares = tl.load(SQUARES + at, mask=here, other=0.0)
+            squares = decay * decay * squares + tl.sum(part_decay * part_decay * part_squares, 0)
+        total = decay * total + tl.sum(part_total * part_decay, 0)
+        top = new_top
+    y = tl.load(LABELS + row0 + r, mask=inside, other=0)
+    z = tl.load(LABEL_LOGIT + row0 + r, mask=inside, other=0.0)
+    # Nothing can be raised from here: a label out of range makes its log-probability a NaN.
+    z = tl.where((y < label_low) | (y >= label_high), float("nan"), z)
+    to = tl.load(INDEX + row0 + r, mask=inside, other=0)
+    if FINAL:
+        log_total = tl.log2(total)
+        tl.store(OUT_0 + to, (z - top - log_total) * LN2, mask=inside)
+        tl.store(OUT_1 + to, (top + log_total) * LN2, mask=inside)
+        if ENTROPY:
+            tl.store(OUT_2 + to, (log_total - centred / total) * LN2, mask=inside)
+        if SUM_SQ:
+            tl.store(OUT_3 + to, squares / (total * total), mask=inside)
+        tl.store(OUT_4 + to, (z >= top).to(tl.int8), mask=inside)
+    else:
+        tl.store(OUT_0 + to, z * LN2, mask=inside)
+        tl.store(OUT_1 + to, top * LN2, mask=inside)
+        if ENTROPY:
+            tl.store(OUT_2 + to, centred * LN2, mask=inside)
+        if SUM_SQ:
+            tl.store(OUT_3 + to, squares, mask=inside)
+        tl.store(OUT_4 + to, total, mask=inside)
+
+
+@triton.jit
+def chosen_logits(
+    HIDDEN, WEIGHT, BIAS, SCALE, IDS, OUT, ids_per_row, size, vocab, hidden_stride, weight_stride, pre,
+    CHOSEN: tl.constexpr, INNER: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Logits (natural units) of a few vocabulary rows per row, each a dot product; 0 for ids that are not held here."""
+    r = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * CHOSEN + tl.arange(0, CHOSEN)
+    there = k < ids_per_row
+    ids = tl.load(IDS + r * ids_per_row + k, mask=there, other=-1)
+    held = there & (ids >= 0) & (ids < vocab)
+    acc = tl.zeros((CHOSEN,), tl.float32)
+    for start in range(0, size, INNER):
+        c = start + tl.arange(0, INNER)
+        x = tl.load(HIDDEN + r * hidden_stride + c, mask=c < size, other=0.0).to(tl.float32)
+        at = ids[:, None] * weight_stride + c[None, :]
+        w = tl.load(WEIGHT + at, mask=held[:, None] & (c < size)[None, :], other=0.0).to(tl.float32)
+        acc += tl.sum(w * x[None, :], 1)
+    bias = 0.0
+    if HAS_BIAS:
+        bias = tl.load(BIAS + ids, mask=held, other=0.0).to(tl.float32)
+    z, _ = _activate(acc, tl.load(SCALE + r), pre, bias, HAS_BIAS, SOFTCAP)
+    tl.store(OUT + r * ids_per_row + k, tl.where(held, z * LN2, 0.0), mask=there)
+
+
+@triton.jit
+def _d_logits(log_p, constant, per_log_p, per_p, PER_LOG_P: tl.constexpr, PER_P: tl.constexpr):
+    """p * (constant + per_log_p * log2 p + per_p * p) from log2 p."""
+    p = tl.exp2(log_p)
+    d = constant
+    if PER_LOG_P:
+        d += per_log_p * log_p
+    if PER_P:
+        d += per_p * p
+    return p * d
+
+
+@triton.jit
+def backward_tiles(
+    HIDDEN, WEIGHT, OUT, SCALE, BIAS, LSE, CONSTANT, ON_LOG_P, ON_P, rows, columns, size, vocab0, vocab, pre,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PER_LOG_P: tl.constexpr, PER_P: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """Product tiles turned into gradients of the products, without the labels' own term. HIDDEN, WEIGHT, OUT: descriptors."""
+    row_tiles = tl.cdiv(rows, ROWS)
+    column_tiles = tl.cdiv(columns, COLUMNS)
+    steps = tl.cdiv(size, INNER)
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=FLATTEN):
+        pm, pn = _tile(tile, row_tiles, column_tiles, GROUP)
+        acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for k in range(steps):
+            x = HIDDEN.load([pm * ROWS, k * INNER])
+            w = WEIGHT.load([vocab0 + pn * COLUMNS, k * INNER])
+            acc = tl.dot(x, w.T, acc)
+        r = pm * ROWS + tl.arange(0, ROWS)
+        inside = r < rows
+        scale = tl.load(SCALE + r, mask=inside, other=0.0)[:, None]
+        lse = tl.load(LSE + r, mask=inside, other=0.0)[:, None]
+        constant = tl.load(CONSTANT + r, mask=inside, other=0.0)[:, None]
+        on_log_p = 0.0
+        on_p = 0.0
+        if PER_LOG_P:
+            on_log_p = tl.load(ON_LOG_P + r, mask=inside, other=0.0)[:, None]
+        if PER_P:
+            on_p = tl.load(ON_P + r, mask=inside, other=0.0)[:, None]
+        if HAS_BIAS or SOFTCAP:
+            bias = 0.0
+            if HAS_BIAS:
+                c = vocab0 + pn * COLUMNS + tl.arange(0, COLUMNS)
+                bias = tl.load(BIAS + c, mask=c < vocab, other=0.0).to(tl.float32)[None, :]
+            z, u = _activate(acc, scale, pre, bias, HAS_BIAS, SOFTCAP)
+            d = _d_logits(z - lse, constant, on_log_p, on_p, PER_LOG_P, PER_P)
+            if SOFTCAP:
+                d *= 1.0 - u * u
+        else:
+            d = _d_logits(acc * scale - lse, constant, on_log_p, on_p, PER_LOG_P, PER_P)
+        OUT.store([pm * ROWS, pn * COLUMNS], d.to(OUT.dtype))
+
+
+@triton.jit
+def backward_block(
+    SOURCE, OUT, SOURCE_ROW, SCALE, BIAS, LSE, CONSTANT, ON_LOG_P, ON_P, columns, source_stride, out_stride, vocab0, pre,
+    BLOCK: tl.constexpr, KEPT: tl.constexpr, GATHER: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+    PER_LOG_P: tl.constexpr, PER_P: tl.constexpr,
+):  # fmt: skip
+    """The same from a block in memory: of products, or (KEPT) of the logits that the forward kept. OUT may be SOURCE."""
+    r = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < columns
+    source = r
+    if GATHER:
+        source = tl.load(SOURCE_ROW + r)
+    x = tl.load(SOURCE + source * source_stride + c, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(SCALE + r)
+    u = x
+    if KEPT:
+        z = x * LOG2E
+        if SOFTCAP:
+            u = z / scale
+    else:
+        bias = 0.0
+        if HAS_BIAS:
+            bias = tl.load(BIAS + vocab0 + c, mask=inside, other=0.0).to(tl.float32)
+        z, u = _activate(x, scale, pre, bias, HAS_BIAS, SOFTCAP)
+    on_log_p = 0.0
+    on_p = 0.0
+    if PER_LOG_P:
+        on_log_p = tl.load(ON_LOG_P + r)
+    if PER_P:
+        on_p = tl.load(ON_P + r)
+    d = _d_logits(z - tl.load(LSE + r), tl.load(CONSTANT + r), on_log_p, on_p, PER_LOG_P, PER_P)
+    if SOFTCAP:
+        d *= 1.0 - u * u
+    tl.store(OUT + r * out_stride + c, d.to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def place_labels(
+    OUT, LABELS, LOG_PROB, SCALE, LSE, CONSTANT, ON_LOG_P, ON_P, LABEL_GRAD, rows, low, high, out_stride,
+    BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, PER_LOG_P: tl.constexpr, PER_P: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient at each row's label, one-hot term included, rounded once. LOG_PROB and LSE in units of log 2."""
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = r < rows
+    y = tl.load(LABELS + r, mask=inside, other=-1)
+    here = inside & (y >= low) & (y < high)
+    log_p = tl.load(LOG_PROB + r, mask=here, other=0.0)
+    log_p = tl.where(log_p < LOWEST, LOWEST, log_p)
+    on_log_p = 0.0
+    on_p = 0.0
+    if PER_LOG_P:
+        on_log_p = tl.load(ON_LOG_P + r, mask=here, other=0.0)
+    if PER_P:
+        on_p = tl.load(ON_P + r, mask=here, other=0.0)
+    constant = tl.load(CONSTANT + r, mask=here, other=0.0)
+    d = _d_logits(log_p, constant, on_log_p, on_p, PER_LOG_P, PER_P) + tl.load(LABEL_GRAD + r, mask=here, other=0.0)
+    if SOFTCAP:
+        u = (log_p + tl.load(LSE + r, mask=here, other=0.0)) / tl.load(SCALE + r, mask=here, other=1.0)
+        d *= 1.0 - u * u
+    tl.store(OUT + r.to(tl.int64) * out_stride + y - low, d.to(OUT.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def add_chosen(
+    OUT, IDS, GRADS, LOG_PROBS, SCALE, LSE, rows, ids_per_row, low, high, out_stride,
+    BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Add gradients at a few columns per row, one after the other, so that a repeated id adds up the same way each time."""
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = r < rows
+    for k in range(0, ids_per_row):
+        at = r.to(tl.int64) * ids_per_row + k
+        ids = tl.load(IDS + at, mask=inside, other=-1)
+        here = inside & (ids >= low) & (ids < high)
+        g = tl.load(GRADS + at, mask=here, other=0.0)
+        if SOFTCAP:
+            z = tl.load(LOG_PROBS + at, mask=here, other=0.0) + tl.load(LSE + r, mask=here, other=0.0)
+            u = z / tl.load(SCALE + r, mask=here, other=1.0)
+            g *= 1.0 - u * u
+        to = OUT + r.to(tl.int64) * out_stride + ids - low
+        d = tl.load(to, mask=here, other=0.0).to(tl.float32) + g
+        tl.store(to, d.to(OUT.dtype.element_ty), mask=here)
+        tl.debug_barrier()
