@@ -1,0 +1,7 @@
+"""`python -m scoped_patch`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

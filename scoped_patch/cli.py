@@ -1,0 +1,301 @@
+"""The command line: `scoped-patch explain`, `list` and `doctor`.
+
+Exit codes: 0 all is well; 1 a plan cannot work, or the doctor found something broken; 2 wrong usage, or a model that cannot
+be found or read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+from . import __version__
+from .compose import patched
+from .engine.errors import PatchErrorGroup, ScopedPatchError, TargetError
+from .engine.resolve import slot_from_path
+
+OK, FAILED, USAGE = 0, 1, 2
+
+#: keyword of patched() -> (type on the command line, help); only keywords that patched() has are offered
+_KEYWORDS: dict[str, tuple[Any, str]] = {
+    "sp": (int, "Ulysses sequence parallelism over this many ranks"),
+    "fused": (str, "fused head: torch, triton or auto"),
+    "tiled_mlp": (int, "tile the MLPs into this many sequence tiles"),
+    "prefix_grouper": (bool, "compute shared prefixes once"),
+    "fake_quant": (str, "NVFP4 fake quantisation: w4a16 or w4a4"),
+}
+
+#: the families that `list` plans on (model types of transformers; its default config, on the meta device)
+FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "apertus", "gemma3_text", "gemma4_text", "qwen3_moe", "glm4_moe", "gpt_oss",
+    "deepseek_v3", "kimi_linear", "qwen3_5_text", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "qwen3_5",
+    "qwen3_5_moe", "kimi_k25", "gemma3", "gemma4",
+)  # fmt: skip
+
+#: what the patches hold on to in other packages, and what for
+_TARGETS = (
+    ("transformers.modeling_utils:PreTrainedModel.loss_function", "fused: the model's own loss"),
+    ("transformers.modeling_utils:PreTrainedModel.get_decoder", "sp, tiled_mlp: finding the layers"),
+    ("transformers.modeling_utils:PreTrainedModel.get_output_embeddings", "fused: finding the head"),
+    ("transformers.loss.loss_utils:ForCausalLMLoss", "fused: what the loss means"),
+    ("transformers.modeling_layers:GradientCheckpointingLayer", "recomputation as it ran"),
+    ("transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS._local_mapping", "sp: the attention registry"),
+    ("transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS._local_mapping", "sp: the mask registry"),
+    ("transformers.utils.generic:ModelOutput", "fused: declared output fields"),
+    ("torch.compiler:is_dynamo_compiling", "compiled code"),
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:CheckpointWrapper", "recomputation as it ran"),
+)
+
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "wrapt",
+    "rich",
+    "triton",
+    "flash-attn",
+    "vllm",
+    "accelerate",
+    "peft",
+    "trl",
+    "compressed-tensors",
+)
+
+
+class CommandError(Exception):
+    """A wrong command; printed as one line."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        hint = ""
+        wrong = message.removeprefix("unrecognized arguments: ").split()[0].split("=")[0]
+        if message.startswith("unrecognized arguments") and wrong.startswith("-"):
+            flags = ["--" + keyword.replace("_", "-") for keyword in _KEYWORDS if keyword in _offered()] + ["--full", "--json"]
+            near = difflib.get_close_matches(wrong, flags, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else f"; options are {', '.join(flags)}"
+        raise CommandError(message + hint)
+
+
+def _offered() -> set[str]:
+    return set(inspect.signature(patched).parameters)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = _Parser(prog="scoped-patch", description="Reversible patches for other people's model classes.")
+    top.add_argument("--version", action="version", version=f"scoped_patch {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    explain = commands.add_parser(
+        "explain", help="show what a scope would change on a model, without weights", allow_abbrev=False
+    )
+    explain.add_argument("model", metavar="MODEL", help="a model's folder, a config.json, or a model type such as qwen3")
+    for keyword, (kind, text) in _KEYWORDS.items():
+        if keyword in _offered():
+            flag = "--" + keyword.replace("_", "-")
+            if kind is bool:
+                explain.add_argument(flag, action="store_true", default=None, dest=keyword, help=text)
+            else:
+                explain.add_argument(flag, type=kind, dest=keyword, help=text, metavar=kind.__name__.upper())
+    explain.add_argument("--full", action="store_true", help="one row per edit")
+    listing = commands.add_parser("list", help="which patch acts on which family of the installed transformers")
+    doctor = commands.add_parser("doctor", help="versions, and whether everything the patches hold on to is there")
+    for command in (explain, listing, doctor):
+        command.add_argument("--json", action="store_true", help="print data instead of a table")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    console, errors = Console(), Console(stderr=True)
+    try:
+        options = parser().parse_args(arguments)
+        _silence()
+        return int({"explain": _explain, "list": _list, "doctor": _doctor}[options.command](options, console))
+    except CommandError as error:
+        errors.print(f"scoped-patch: {error}", style="red", markup=False, soft_wrap=True)
+        return USAGE
+    except ScopedPatchError as error:
+        for one in error.exceptions if isinstance(error, PatchErrorGroup) else (error,):
+            errors.print(f"scoped-patch: {one}", style="red", markup=False, soft_wrap=True)
+        return FAILED
+
+
+def _silence() -> None:
+    import logging
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+# ------------------------------------------------------------------------------------------------------ explain
+def _explain(options: argparse.Namespace, console: Console) -> int:
+    keywords = {k: getattr(options, k) for k in _KEYWORDS if getattr(options, k, None) is not None}
+    plan = patched(build_on_meta(options.model), **keywords).plan()
+    explanation = plan.explain(options.full)
+    if options.json:
+        rows = [dict(zip(("patch", "where", "from", "to", "why"), row.cells(True), strict=False)) for row in explanation.rows]
+        _print_json({"model": options.model, "options": keywords, "edits": rows, "remarks": explanation.remarks}, console)
+    else:
+        console.print(explanation)
+    return OK
+
+
+def build_on_meta(model: str) -> Any:
+    """A model without weights, from a folder, a config file or a model type.
+
+    Raises:
+        CommandError: no such model type, or a folder or file that cannot be read.
+    """
+    import torch
+    import transformers
+
+    config = _config(model)
+    classes = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
+    build: Any = next((one for one in classes if one is not None), None)
+    if build is None:
+        text_only, multimodal = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+        build = multimodal if type(config) in multimodal._model_mapping else text_only
+        if type(config) not in build._model_mapping:
+            raise CommandError(f"{model!r} ({type(config).__name__}) is no causal language model: nothing here acts on it")
+    with torch.device("meta"):
+        return build._from_config(config) if hasattr(build, "_from_config") else build.from_config(config)
+
+
+def _config(model: str) -> Any:
+    import transformers
+
+    path = Path(model)
+    if path.suffix == ".json" or path.is_dir() or "/" in model:
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            raise CommandError(f"there is no {file}; give a model's folder, its config.json, or a model type such as qwen3")
+        try:
+            return transformers.AutoConfig.from_pretrained(str(file.parent) if file.name == "config.json" else str(file))
+        except (OSError, ValueError, KeyError) as error:
+            raise CommandError(f"{file} cannot be read as a model's config: {str(error).splitlines()[0]}") from error
+    try:
+        return transformers.AutoConfig.for_model(model)
+    except ValueError:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        near = difflib.get_close_matches(model, list(CONFIG_MAPPING.keys()), n=3)
+        hint = f"did you mean {', '.join(near)}?" if near else "give a model type such as qwen3, a folder or a config.json"
+        raise CommandError(f"transformers {transformers.__version__} knows no model type {model!r}; {hint}") from None
+
+
+# ------------------------------------------------------------------------------------------------------ list
+def _list(options: argparse.Namespace, console: Console) -> int:
+    import transformers
+
+    tries: dict[str, Any] = {"fused": "torch", "sp": 2, "tiled_mlp": 4, "prefix_grouper": True, "fake_quant": "w4a16"}
+    tries = {keyword: value for keyword, value in tries.items() if keyword in _offered()}
+    table: dict[str, dict[str, str]] = {}
+    for family in FAMILIES:
+        try:
+            model = build_on_meta(family)
+        except CommandError:
+            table[family] = dict.fromkeys(tries, "not in this transformers")
+            continue
+        table[family] = {keyword: _try(model, keyword, value) for keyword, value in tries.items()}
+    if options.json:
+        _print_json({"transformers": transformers.__version__, "families": table}, console)
+        return OK
+    shown = Table(title=f"patches on the families of transformers {transformers.__version__}", title_justify="left")
+    shown.add_column("family")
+    for keyword in tries:
+        shown.add_column(f"{keyword}=")
+    for family, answers in table.items():
+        shown.add_row(family, *answers.values())
+    console.print(shown)
+    return OK
+
+
+def _try(model: Any, keyword: str, value: Any) -> str:
+    try:
+        patched(model, **{keyword: value}).plan()
+    except ScopedPatchError as error:
+        return f"no: {error}"
+    return "yes"
+
+
+# ------------------------------------------------------------------------------------------------------ doctor
+def _doctor(options: argparse.Namespace, console: Console) -> int:
+    ranges = _required()
+    versions = {"python": (platform.python_version(), ">=3.11", sys.version_info >= (3, 11))}
+    for name in _PACKAGES:
+        versions[name] = _version(name, ranges.get(name))
+    targets = []
+    for path, why in _TARGETS:
+        try:
+            slot_from_path(path)
+            targets.append((path, why, ""))
+        except TargetError as error:
+            targets.append((path, why, str(error)))
+    broken = [name for name, (_, _, fits) in versions.items() if not fits] + [path for path, _, problem in targets if problem]
+    if options.json:
+        data = {
+            "packages": {n: {"version": v, "wanted": w, "ok": ok} for n, (v, w, ok) in versions.items()},
+            "targets": {path: {"for": why, "problem": problem or None} for path, why, problem in targets},
+            "ok": not broken,
+        }
+        _print_json(data, console)
+        return FAILED if broken else OK
+    packages = Table(title="packages", title_justify="left")
+    for column in ("package", "version", "wanted", ""):
+        packages.add_column(column)
+    for name, (version, wanted, fits) in versions.items():
+        packages.add_row(
+            name, version or "not installed", wanted, "ok" if fits else "out of range", style=None if fits else "red"
+        )
+    found = Table(title="what the patches hold on to", title_justify="left")
+    for column in ("target", "for", ""):
+        found.add_column(column, overflow="fold")
+    for path, why, problem in targets:
+        found.add_row(path, why, problem or "ok", style="red" if problem else None)
+    console.print(packages, found)
+    remedy = "install versions inside the ranges above" if broken else "nothing to do"
+    console.print(f"{len(broken)} problems: {remedy}")
+    return FAILED if broken else OK
+
+
+def _required() -> dict[str, str]:
+    """package -> version range, from this package's own metadata."""
+    from packaging.requirements import Requirement
+
+    try:
+        lines = importlib.metadata.requires("scoped_patch") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    wanted = [Requirement(line) for line in lines]
+    return {one.name: str(one.specifier) for one in wanted if str(one.specifier) or one.marker is None}
+
+
+def _version(name: str, wanted: str | None) -> tuple[str, str, bool]:
+    from packaging.specifiers import SpecifierSet
+
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        optional = name not in ("torch", "transformers", "wrapt", "rich")
+        return "", wanted or "any, optional", optional
+    fits = SpecifierSet(wanted or "").contains(version, prereleases=True)
+    return version, wanted or "any", fits
+
+
+def _print_json(data: Any, console: Console) -> None:
+    console.print_json(json.dumps(data, default=str))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
