@@ -11,11 +11,13 @@ from typing import Any, Literal
 
 import wrapt
 
+from .attributes import attribute_slot, item_slot
 from .edits import Counter, Edit, EditPatch
 from .errors import BadOptionError, BadTargetError, TargetError
 from .plan import PendingEdit
+from .report import describe_value
 from .resolve import aliases_of, missing_symbol, slot_from_path, split_path, version_of
-from .slots import MISSING, ClassSlot, ItemSlot, Slot, attribute_slot
+from .slots import MISSING, ClassSlot, Slot
 
 Wrapper = Callable[..., Any]
 Aliases = Literal["patch", "error", "ignore"]
@@ -56,7 +58,7 @@ def replace_attribute(
             raise BadTargetError('the path form is replace_attribute("package.module:attr", value); got three arguments')
         name, value = None, name
     _check_choice("aliases", aliases, ("patch", "error", "ignore"))
-    return _attribute_patch("replace", target, name, lambda prior: value, None, repr(value), reason, aliases, when)
+    return _attribute_patch("replace", target, name, lambda prior: value, None, describe_value(value), reason, aliases, when)
 
 
 def wrap_call(
@@ -95,10 +97,12 @@ def wrap_call(
     return _attribute_patch("wrap", target, name, edits_for, counter, f"wrapped by {label}", reason, aliases, when, rank)
 
 
-def replace_item(mapping: MutableMapping[Any, Any], key: Hashable, value: Any, *, reason: str = "", label: str = "") -> EditPatch:
+def replace_item(
+    mapping: MutableMapping[Any, Any], key: Hashable, value: Any, *, reason: str = "", label: str = ""
+) -> EditPatch:
     """A patch that sets one key of a mapping (`MISSING` deletes it); other keys are never touched."""
-    slot = ItemSlot(mapping, key, label)
-    edit = Edit(slot, lambda prior: value, action="replace", reason=reason, to=repr(value))
+    slot = item_slot(mapping, key, label)
+    edit = Edit(slot, lambda prior: value, action="replace", reason=reason, to=describe_value(value))
     return EditPatch(f"replace {slot.label}", lambda target: [edit])
 
 

@@ -7,12 +7,13 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from .slots import MISSING, Slot, same
+from .slots import Slot, same
 
 if TYPE_CHECKING:
     from .session import Session
 
 DEFAULT_RANK = 50
+_MEMO_SIZE = 8
 
 
 class Counter:
@@ -31,11 +32,13 @@ class Edit:
     Attributes:
         slot: where.
         make: from the value that is there now (inherited values included; MISSING when there is none) to the raw value
-            to store. Must be pure: it may be called again when scopes around it come and go.
+            to store. Must be pure and quick: it runs with the library's lock held, and may be called again when scopes
+            around it come and go.
         action: `"wrap"` builds on the prior value, `"replace"` ignores it.
         reason: why, in a few words; shown by `explain()`.
         rank: who wraps whom when several wraps meet on one slot, whatever the order of entering: lower is further in.
-        commutes: this edit gives the same result in whatever order scopes are left, so leaving out of order is no error.
+        commutes: this edit gives the same result in whatever order scopes are entered and left, so leaving out of order
+            is no error.
         token: two edits of one slot with an equal token (not None) are the same edit; a nested scope shares it.
         exclusive: two edits of one slot with an equal `exclusive` name and different tokens refuse to stack.
         counter: counts calls, when the new value is a callable that counts.
@@ -54,17 +57,18 @@ class Edit:
     counter: Counter | None = None
     to: str = ""
     hidden: bool = False
-    _memo: list[Any] = field(default_factory=list, repr=False)
+    _memo: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
 
     def build(self, prior: Any) -> Any:
         """`make(prior)`, the same object again for the same prior: compiled code keeps its graphs on re-entry."""
         memo = self._memo
-        if memo and same(memo[0], prior):
-            return memo[1]
+        for known, made in memo:
+            if known is prior or same(known, prior):
+                return made
         made = self.make(prior)
-        if made is MISSING and prior is MISSING:
-            return MISSING
-        memo[:] = (prior, made)
+        # Several, since a scope that comes and goes further in changes what this edit builds on.
+        memo.insert(0, (prior, made))
+        del memo[_MEMO_SIZE:]
         return made
 
     @property
@@ -115,7 +119,7 @@ class Patch(ABC):
         """A cheap value that changes when a plan made earlier no longer fits `target`; None when it always fits."""
         return None
 
-    def audit(self, session: Session) -> None:
+    def audit(self, session: Session) -> None:  # noqa: B027  (most patches have nothing to say here)
         """Called when a scope is left without an exception, before anything is restored.
 
         Raises:

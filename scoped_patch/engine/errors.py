@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 
 class ScopedPatchError(Exception):
@@ -62,14 +62,19 @@ class PatchErrorGroup(ScopedPatchError, ExceptionGroup):
     def __new__(cls, message: str, errors: Iterable[Exception]) -> PatchErrorGroup:
         return super().__new__(cls, message, list(errors))
 
-    def derive(self, excs: Any) -> PatchErrorGroup:
+    def derive(self, excs: Any) -> PatchErrorGroup:  # type: ignore[override]
         return PatchErrorGroup(self.message, excs)
 
 
-def raise_errors(message: str, errors: list[Exception], cause: BaseException | None = None) -> None:
-    """Raise nothing for no errors, the error itself for one, a `PatchErrorGroup` for several."""
-    if not errors:
-        return
-    if len(errors) == 1:
-        raise errors[0] from cause
-    raise PatchErrorGroup(f"{message} ({len(errors)} problems)", errors) from cause
+def join_errors(message: str, errors: Sequence[Exception]) -> Exception | None:
+    """None for no errors, the error itself for one, a `PatchErrorGroup` for several."""
+    if len(errors) < 2:
+        return errors[0] if errors else None
+    return PatchErrorGroup(f"{message} ({len(errors)} problems)", errors)
+
+
+def raise_errors(message: str, errors: Sequence[Exception]) -> None:
+    """Raise `join_errors(...)`, if there is anything to raise."""
+    error = join_errors(message, errors)
+    if error is not None:
+        raise error

@@ -1,161 +1,122 @@
-"""The live stack: what is patched in this process right now, place by place.
-
-Each place keeps segments, and each segment a base (the raw value found there when it began) and the layers built on it,
-sorted by rank. A new segment begins when the value found is not the one we wrote: somebody else's change, which is
-built upon and never lost. The value of a place is always its top segment, recomputed from base upward, so scopes can
-come and go in any order and the last one out leaves the first base.
-
-All state changes are one assignment each, and the value about to be written is noted before it is written, so an
-exception between any two lines (Ctrl-C included) leaves something that the next operation can settle.
-"""
+"""The live stack: what is patched in this process right now, place by place."""
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .copies import Guarded, guard, unguard
 from .edits import Edit
 from .errors import ConflictError, ForeignOverwriteError, OutOfOrderExit
-from .slots import MISSING, DescriptorSlot, Place, Slot, same, write_exact
+from .replay import Replays, Snapshot
+from .segments import Layer, Segment, SlotState, compose, insert
+from .slots import MISSING, DictSlot, Place, Slot, same
 
 if TYPE_CHECKING:
     from .session import Session
 
 
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """One live edit and the sessions that hold it (several share an equal edit)."""
-
-    edit: Edit
-    patch: str
-    holders: tuple[Session, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Segment:
-    base: Any
-    layers: tuple[Layer, ...]
-    values: tuple[Any, ...]  # values[i] is the raw value after layers[i]
-
-    @property
-    def top(self) -> Any:
-        return self.values[-1] if self.values else self.base
-
-
-class SlotState:
-    """Everything live on one place."""
-
-    __slots__ = ("segments", "slot", "target")
-
-    def __init__(self, slot: Slot) -> None:
-        self.slot = slot
-        self.segments: tuple[Segment, ...] = ()
-        self.target: tuple[Segment, ...] | None = None
-
-    @property
-    def original(self) -> Any:
-        return self.segments[0].base if self.segments else MISSING
-
-    def move(self, segments: tuple[Segment, ...], raw: Any) -> None:
-        self.target = segments
-        write_exact(self.slot, raw)
-        self.segments = segments
-        self.target = None
-
-    def settle(self) -> None:
-        """Decide what an interrupted move came to: it happened when the value it meant to write is there."""
-        if self.target is None:
-            return
-        target, self.target = self.target, None
-        if not target:
-            if self.segments and same(self.slot.read(), self.segments[0].base):
-                self.segments = ()
-        elif same(self.slot.read(), target[-1].top):
-            self.segments = target
-
-
-@dataclass(frozen=True, eq=False)
-class Snapshot:
-    """The values of some places at one moment, to be put on again for the length of a call."""
-
-    version: int
-    values: tuple[tuple[Slot, Any], ...]
-
-
 class LiveStack:
-    """The process's live edits. One lock, held only while entering, leaving and switching a replay."""
+    """The process's live edits. One lock, held only while entering, leaving and switching a replay.
+
+    Attributes:
+        version: names the state of the stack; the same number again means that nothing has been entered or left.
+        sessions: the live sessions, oldest first.
+        guards_owner: which owners answer copies and pickles with their unpatched state; the models room says `nn.Module`.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._idle = threading.Condition(self.lock)
         self.states: dict[Place, SlotState] = {}
         self.sessions: list[Session] = []
         self.version = 0
-        self._guarded: dict[int, tuple[Any, set[Place]]] = {}
-        self._replays: list[_Replay] = []
-        #: which owners answer copies and pickles with their unpatched state; the models room says `nn.Module`
         self.guards_owner: Callable[[Any], bool] = lambda owner: False
+        self._versions = itertools.count(1)
+        self._guarded: Guarded = {}
+        self._replays = Replays(self)
+
+    def changed(self) -> int:
+        """Something was entered or left: a new version."""
+        self.version = next(self._versions)
+        return self.version
+
+    def state_for(self, slot: Slot) -> SlotState:
+        """The state of the slot's place, made if there is none. `drop_if_empty` takes it away again."""
+        state = self.states.get(slot.place)
+        if state is None:
+            state = self.states[slot.place] = SlotState(slot)
+            if self.guards_owner(slot.owner):
+                guard(self._guarded, slot)
+        return state
+
+    def drop_if_empty(self, state: SlotState) -> None:
+        if not state.busy:
+            unguard(self._guarded, state.slot)
+            self.states.pop(state.slot.place, None)
 
     # ------------------------------------------------------------------------------------------------- installing
-    def install(self, edit: Edit, patch: str, session: Session) -> None:
-        """Put one edit on. The session has already noted it, so any exception from here on can be undone."""
-        place = edit.slot.place
-        state = self.states.get(place)
-        if state is None:
-            state = SlotState(edit.slot)
-        else:
-            state.settle()
-        slot = state.slot
-        raw = slot.read()
-        segments = state.segments
-        on_top = bool(segments) and same(raw, segments[-1].top)
-        for segment in segments:
-            for layer in segment.layers:
-                if edit.token is not None and layer.edit.token == edit.token and segment is segments[-1] and on_top:
-                    if session in layer.holders:
-                        return
-                    shared = Layer(layer.edit, layer.patch, (*layer.holders, session))
-                    layers = tuple(shared if one is layer else one for one in segment.layers)
-                    state.segments = (*segments[:-1], Segment(segment.base, layers, segment.values))
-                    return
-                self._refuse(edit, patch, layer, session)
-        top = segments[-1] if on_top else Segment(raw, (), ())
-        below = segments[:-1] if on_top else segments
-        at = len(top.layers)
-        while at and edit.order < top.layers[at - 1].edit.order:
-            at -= 1
-        layers = (*top.layers[:at], Layer(edit, patch, (session,)), *top.layers[at:])
-        grown = _compose(slot, top.base, layers, top.values[:at])
-        if place not in self.states:
-            self.states[place] = state
-            self._guard(slot, place)
-        state.move((*below, grown), grown.top)
+    def install(self, edit: Edit, patch: str, session: Session, raw: Any) -> Any:
+        """Put one edit on. The session has already noted it, so any exception from here on can be undone.
 
-    @staticmethod
-    def _refuse(edit: Edit, patch: str, layer: Layer, session: Session) -> None:
-        holder = next((s for s in layer.holders if s is not session), None)
-        if holder is None:
-            return
-        where = f"{edit.slot.label} is held by {layer.patch!r}, entered at {holder.location}"
-        if holder.thread != session.thread and not edit.hidden:
-            raise ConflictError(
-                f"{patch!r} cannot patch it from this thread: {where} in another thread ({holder.thread_name}). Patches "
-                f"are facts of the whole process: leave that scope first, or enter one scope around both threads"
-            )
-        if edit.action == "replace" and not (edit.commutes and layer.edit.commutes) and not layer.edit.hidden:
-            raise ConflictError(
-                f"{patch!r} wants to replace a place that another scope has patched: {where}. Leave that scope first, "
-                f"or wrap instead of replacing"
-            )
-        if edit.exclusive is not None and edit.exclusive == layer.edit.exclusive:
-            raise ConflictError(
-                f"{patch!r} is already on this model with other options: {where}. Leave that scope first, or give both "
-                f"the same options"
-            )
+        Args:
+            raw: what the place reads now.
+
+        Returns:
+            What the place reads afterwards.
+        """
+        slot = edit.slot
+        state = self.states.get(slot.place)
+        if state is not None:
+            state.settle()
+        if state is None or not state.segments:
+            if raw is not MISSING and self._guarded and isinstance(slot, DictSlot):
+                self._refuse_moved(edit, patch, raw)
+            made = edit.build(slot.value_of(raw))
+            state = self.state_for(slot)
+            return state.move((Segment(raw, (Layer(edit, patch, (session,)),), (made,)),), made, raw)
+        segments = state.segments
+        on_top = state.is_ours(raw)
+        # What lies below a replay is not asked: the replay stands for the moment that it shows.
+        first = max((i for i, segment in enumerate(segments) if segment.replay is not None), default=0)
+        for segment in segments[first:]:
+            for layer in segment.layers:
+                if not edit.hidden:
+                    _refuse_other_thread(edit, patch, layer, session)
+                if not layer.is_same_edit(edit):
+                    _refuse(edit, patch, layer, session)
+                elif session in layer.holders:
+                    return raw
+                elif segment is segments[-1] and on_top:
+                    shared = layer.held_by((*layer.holders, session))
+                    layers = tuple(shared if one is layer else one for one in segment.layers)
+                    state.segments = (*segments[:-1], Segment(segment.base, layers, segment.values, segment.replay))
+                    return raw
+                else:
+                    raise ConflictError(
+                        f"{patch!r} is already on {slot.label} {_where(layer)}, and somebody else has changed the place "
+                        f"since: whether the change builds on the patch cannot be seen. Leave that scope first"
+                    )
+        top = segments[-1] if on_top else Segment(raw)
+        below = segments[:-1] if on_top else segments
+        grown = insert(top, Layer(edit, patch, (session,)))
+        return state.move((*below, grown), grown.top, raw)
+
+    def _refuse_moved(self, edit: Edit, patch: str, raw: Any) -> None:
+        """Refuse to put the same edit on twice because somebody stored the patched value under a second name."""
+        known = self._guarded.get(id(edit.slot.owner))
+        for place in known[1] if known else ():
+            state = self.states.get(place)
+            if state is not None and state.segments and same(state.segments[-1].top, raw):
+                for layer in state.segments[-1].layers:
+                    if layer.is_same_edit(edit) or (edit.exclusive and edit.exclusive == layer.edit.exclusive):
+                        raise ConflictError(
+                            f"{patch!r} is already on {edit.slot.label}: it was put on {state.slot.label} "
+                            f"{_where(layer)}, and somebody has moved it here since. Leave that scope first"
+                        )
 
     # ------------------------------------------------------------------------------------------------- removing
     def remove(self, edit: Edit, session: Session, on_foreign: str) -> Exception | None:
@@ -164,253 +125,226 @@ class LiveStack:
         if state is None:
             return None
         state.settle()
+        problem = self._remove(state, edit, session, on_foreign)
+        self.drop_if_empty(state)
+        return problem
+
+    def _remove(self, state: SlotState, edit: Edit, session: Session, on_foreign: str) -> Exception | None:
         slot, segments = state.slot, state.segments
-        found = next(
-            (
-                (i, j)
-                for i in range(len(segments) - 1, -1, -1)
-                for j, layer in enumerate(segments[i].layers)
-                if session in layer.holders and (layer.edit is edit or _equal_token(layer.edit, edit))
-            ),
-            None,
-        )
-        if found is None:
-            self._drop_if_empty(state)
+        i, j = _find(segments, edit, session)
+        if i < 0:
             return None
-        i, j = found
         segment = segments[i]
         layer = segment.layers[j]
         if len(layer.holders) > 1:
-            rest = tuple(s for s in layer.holders if s is not session)
-            layers = (*segment.layers[:j], Layer(layer.edit, layer.patch, rest), *segment.layers[j + 1 :])
-            state.segments = (*segments[:i], Segment(segment.base, layers, segment.values), *segments[i + 1 :])
+            rest = layer.held_by(tuple(holder for holder in layer.holders if holder is not session))
+            layers = (*segment.layers[:j], rest, *segment.layers[j + 1 :])
+            lowered = Segment(segment.base, layers, segment.values, segment.replay)
+            state.segments = (*segments[:i], lowered, *segments[i + 1 :])
             return None
         layers = (*segment.layers[:j], *segment.layers[j + 1 :])
-        lowered = _compose(slot, segment.base, layers, segment.values[:j])
-        problem: Exception | None = None
-        if i < len(segments) - 1:
-            problem = self._lower_covered(state, i, lowered, layer, session, on_foreign)
+        lowered = compose(segment.base, layers, segment.values[:j], segment.replay)
+        problem = _out_of_order(slot, session, layer, layers)
+        kept = (*segments[:i], lowered) if layers or lowered.replay is not None else segments[:i]
+        above = segments[i + 1 :]
+        if above and above[0].replay is not None:
+            state.segments = (*segments[:i], lowered, *above)  # the replay ends on what is below it by then
+            return problem
+        if above:
+            return self._lower_covered(state, kept, lowered, above, layer, session, on_foreign)
+        raw = slot.read()
+        if state.is_ours(raw) or slot.agrees(raw, lowered.top):
+            state.move(kept, lowered.top, raw)
+        elif moved := _moved_to(slot, segment.top):
+            state.mend(kept, tuple((key, slot.value_of(lowered.top)) for key in moved))
+        elif self._rebase_others(slot, segment.top, lowered.top):
+            state.segments = kept
+        elif on_foreign == "restore":
+            state.move(kept, lowered.top, raw)
         else:
-            covering = [above for above in segment.layers[j + 1 :] if not (edit.commutes and above.edit.commutes)]
-            if covering:
-                other = covering[-1]
-                problem = OutOfOrderExit(
-                    f"{slot.label}: {layer.patch!r} (entered at {session.location}) was left before {other.patch!r} "
-                    f"(entered at {other.holders[-1].location}), which covers it. It was taken out from under; close "
-                    f"scopes on one place in the reverse order of entering"
-                )
-            shrunk = (*segments[:i], lowered) if layers else segments[:i]
-            raw = slot.read()
-            if same(raw, segment.top) or same(raw, lowered.top):
-                state.move(shrunk, lowered.top)
-            elif _put_back_moved(slot, segment.top, lowered.top):
-                state.segments = shrunk
-            else:
-                problem = _foreign(slot, layer, session, raw, lowered.top) if on_foreign == "error" else None
-                if on_foreign == "restore":
-                    state.move(shrunk, lowered.top)
-                else:
-                    state.segments = shrunk
-        self._drop_if_empty(state)
+            state.segments = kept
+            if on_foreign == "error":
+                return _foreign(slot, layer, session, raw, lowered.top)
         return problem
 
     @staticmethod
     def _lower_covered(
-        state: SlotState, i: int, lowered: Segment, layer: Layer, session: Session, on_foreign: str
+        state: SlotState,
+        kept: tuple[Segment, ...],
+        lowered: Segment,
+        above: tuple[Segment, ...],
+        layer: Layer,
+        session: Session,
+        on_foreign: str,
     ) -> Exception | None:
         """Our segment lies under somebody else's change, and a later scope of ours lies on top of that."""
-        slot, segments = state.slot, state.segments
-        above = segments[i + 1]
-        keep = (*segments[:i], lowered) if lowered.layers else segments[:i]
+        cover, rest = above[0], above[1:]
         if on_foreign == "restore":
-            rebuilt = _compose(slot, lowered.top, above.layers, ())
-            if i + 1 == len(segments) - 1:
-                state.move((*keep, rebuilt), rebuilt.top)
+            rebuilt = compose(lowered.top, cover.layers, (), cover.replay)
+            if rest:
+                state.segments = (*kept, rebuilt, *rest)
             else:
-                state.segments = (*keep, rebuilt, *segments[i + 2 :])
+                state.move((*kept, rebuilt), rebuilt.top, state.slot.read())
             return None
-        state.segments = (*keep, *segments[i + 1 :])
-        if on_foreign == "keep":
-            return None
-        return _foreign(slot, layer, session, above.base, lowered.top)
+        state.segments = (*kept, *above)
+        return None if on_foreign == "keep" else _foreign(state.slot, layer, session, cover.base, lowered.top)
 
-    def _drop_if_empty(self, state: SlotState) -> None:
-        slot = state.slot
-        if not state.segments and state.target is None and self.states.get(slot.place) is state:
-            if isinstance(slot, DescriptorSlot):
-                slot.forget_added()
-            del self.states[slot.place]
-            self._unguard(slot)
-
-    # ------------------------------------------------------------------------------------------------- copies
-    # copy, deepcopy and pickle ask the *instance* for __getstate__. While an owner is patched it answers with its
-    # unpatched state, so copies and files taken inside a scope never hold our edits.
-    def _guard(self, slot: Slot, place: Place) -> None:
-        owner = slot.owner
-        if not self.guards_owner(owner):
-            return
-        known = self._guarded.get(id(owner))
-        if known is not None:
-            known[1].add(place)
-        elif "__getstate__" not in owner.__dict__:
-            self._guarded[id(owner)] = (owner, {place})
-            owner.__dict__["__getstate__"] = types.MethodType(unpatched_state, owner)
-
-    def _unguard(self, slot: Slot) -> None:
-        known = self._guarded.get(id(slot.owner))
-        if known is None:
-            return
-        known[1].discard(slot.place)
-        if not known[1]:
-            slot.owner.__dict__.pop("__getstate__", None)
-            del self._guarded[id(slot.owner)]
+    def _rebase_others(self, slot: Slot, ours: Any, restored: Any) -> bool:
+        """Our value was moved to another place of the same owner, and a later scope has patched it there."""
+        mapping = slot.mapping
+        for state in list(self.states.values()):
+            segments = state.segments
+            if state.slot.mapping is not mapping or mapping is None or not segments or state.slot.place == slot.place:
+                continue
+            if segments[0].base is MISSING or not same(segments[0].base, ours):
+                continue
+            first = compose(slot.value_of(restored), segments[0].layers, (), segments[0].replay)
+            raw = state.slot.read()
+            if len(segments) == 1 and state.is_ours(raw):
+                state.move((first,), first.top, raw)
+            else:
+                state.segments = (first, *segments[1:])
+            return True
+        return False
 
     # ------------------------------------------------------------------------------------------------- replay
-    def freeze(self, sessions: list[Session] | None = None) -> Snapshot:
-        """The present values of every place that the given sessions (all, by default) have patched."""
+    def freeze(self, sessions: Iterable[Session] | None = None) -> Snapshot:
+        """The present values of every place that the given sessions (all, by default) have patched.
+
+        Inside a replay, the places that it shows are among them: what runs now is what a later replay has to show.
+        """
         with self.lock:
-            values = [
-                (state.slot, state.segments[-1].top)
+            wanted = None if sessions is None else frozenset(map(id, sessions))
+            places = [
+                (state.slot, state.segments[-1])
                 for state in self.states.values()
-                if state.segments
-                and (sessions is None or any(s in layer.holders for s in sessions for layer in _layers(state)))
+                if state.segments and (wanted is None or _shows(state.segments[-1], wanted))
             ]
-            return Snapshot(self.version, tuple(values))
+            return Snapshot(self.version, tuple(places), f"a replay of {len(places)} places")
+
+    def freeze_session(self, session: Session, slots: Iterable[Slot]) -> Snapshot:
+        """The segments that hold a session's edits, one per place."""
+        places: dict[Place, tuple[Slot, Segment]] = {}
+        for slot in slots:
+            state = self.states.get(slot.place)
+            for segment in reversed(state.segments) if state is not None else ():
+                if any(session in layer.holders for layer in segment.layers):
+                    places[slot.place] = (slot, segment)
+                    break
+        return Snapshot(self.version, tuple(places.values()), f"a replay of the scope entered at {session.location}")
 
     def freeze_without(self, session: Session) -> Snapshot:
         """The values that the places of one live session would have if it alone were left."""
         with self.lock:
-            values = []
+            places = []
             for state in self.states.values():
-                if not any(session in layer.holders for layer in _layers(state)):
+                if not any(session in layer.holders for segment in state.segments for layer in segment.layers):
                     continue
                 segment = state.segments[-1]
                 kept = tuple(layer for layer in segment.layers if layer.holders != (session,))
-                values.append((state.slot, _compose(state.slot, segment.base, kept, ()).top))
-            return Snapshot(-1, tuple(values))
+                places.append((state.slot, compose(segment.base, kept, ())))
+            return Snapshot(-1, tuple(places), f"a replay without the scope entered at {session.location}")
 
     @contextmanager
     def replay(self, snapshot: Snapshot) -> Iterator[None]:
         """Put a snapshot's values on for the length of the block, over whatever is live, from any thread.
 
-        Concurrent replays of one snapshot share it; a different one waits until the other thread is done.
+        Concurrent replays of one snapshot share it; a different one waits until the other thread is done, and so do
+        entering and leaving. Scopes may be entered and left inside the block.
+
+        Raises:
+            ConflictError: two threads would wait for each other for ever.
         """
-        me = threading.get_ident()
-        with self._idle:
-            if snapshot.version == self.version and not self._replays:
-                frame = None
-            else:
-                self._idle.wait_for(lambda: all(r.snapshot is snapshot or r.thread == me for r in self._replays))
-                frame = next((r for r in self._replays if r.snapshot is snapshot), None)
-                if frame is None:
-                    frame = _Replay(snapshot, me)
-                    self._replays.append(frame)
-                    frame.put_on()
-                frame.users += 1
+        block = object()
         try:
-            yield
-        finally:
-            if frame is not None:
-                with self._idle:
-                    frame.users -= 1
-                    if not frame.users:
-                        try:
-                            frame.take_off()
-                        finally:
-                            self._replays.remove(frame)
-                            self._idle.notify_all()
-
-    def wait_for_replays(self) -> None:
-        """Called with the lock held, before entering or leaving: another thread's replay ends first."""
-        if self._replays:
-            me = threading.get_ident()
-            self._idle.wait_for(lambda: all(r.thread == me for r in self._replays))
-
-
-class _Replay:
-    def __init__(self, snapshot: Snapshot, thread: int) -> None:
-        self.snapshot = snapshot
-        self.thread = thread
-        self.users = 0
-        self._saved: list[tuple[Slot, Any, Any]] = []
-
-    def put_on(self) -> None:
-        try:
-            for slot, raw in self.snapshot.values:
-                before = slot.read()
-                if not same(before, raw):
-                    self._saved.append((slot, before, raw))
-                    slot.write(raw)
+            try:
+                with self.lock:
+                    self._replays.begin(snapshot, block)
+                yield
+            finally:
+                with self.lock:
+                    self._replays.end(snapshot, block)
         except BaseException:
-            self.take_off()
-            LIVE._replays.remove(self)
+            with self.lock:
+                self._replays.end(snapshot, block)  # an interrupt may have cut the first one short
             raise
 
-    def take_off(self) -> None:
-        for slot, before, raw in reversed(self._saved):
-            if same(slot.read(), raw):
-                slot.write(before)
-        self._saved.clear()
+    def before_change(self) -> None:
+        """Called with the lock held, before entering or leaving: another thread's replay ends first."""
+        self._replays.before_change()
+
+    # ------------------------------------------------------------------------------------------------- fork
+    def forked(self) -> None:
+        """In a child process: whatever is live belongs to the one thread that has gone on."""
+        self._replays.forget_other_threads()
+        for session in self.sessions:
+            session.thread = threading.get_ident()
+            session.thread_name = threading.current_thread().name
 
 
-def unpatched_state(owner: Any) -> Any:
-    """The state that `copy`, `deepcopy` and `pickle` see of a patched object: without any live edit."""
-    with LIVE.lock:
-        state = type(owner).__getstate__(owner)
-        own, rest = (state[0], state[1:]) if isinstance(state, tuple) else (state, ())
-        if not isinstance(own, dict):
-            return state
-        own = dict(own)
-        own.pop("__getstate__", None)
-        inner: dict[int, dict[Any, Any]] = {id(owner.__dict__): own}
-        for name, value in list(own.items()):
-            if isinstance(value, dict) and owner.__dict__.get(name) is value:
-                inner[id(value)] = value
-        for (storage, key), slot_state in LIVE.states.items():
-            if storage not in inner or slot_state.slot.owner is not owner or not slot_state.segments:
-                continue
-            mapping = inner[storage]
-            if mapping is not own and mapping is slot_state.slot.mapping:
-                # a child mapping (nn.Module._modules): the copy gets one of its own, the live one stays
-                mapping = inner[storage] = type(mapping)(mapping)
-                name = next(n for n, v in owner.__dict__.items() if v is slot_state.slot.mapping)
-                own[name] = mapping
-            if slot_state.original is MISSING:
-                mapping.pop(key, None)
-            else:
-                mapping[key] = slot_state.original
-        return (own, *rest) if rest else own
+def _where(layer: Layer) -> str:
+    return f"by the scope entered at {layer.holders[-1].location}"
 
 
-def _compose(slot: Slot, base: Any, layers: tuple[Layer, ...], values: tuple[Any, ...]) -> Segment:
-    """Recompute a segment's values; those given are kept, the rest is built."""
-    made = list(values)
-    raw = made[-1] if made else base
-    for layer in layers[len(made) :]:
-        raw = layer.edit.build(slot.value_of(raw))
-        made.append(raw)
-    return Segment(base, layers, tuple(made))
+def _refuse_other_thread(edit: Edit, patch: str, layer: Layer, session: Session) -> None:
+    for holder in layer.holders:
+        if not isinstance(holder, Snapshot) and holder.thread != session.thread:
+            raise ConflictError(
+                f"{patch!r} cannot patch {edit.slot.label} from this thread: it is held by {layer.patch!r}, entered at "
+                f"{holder.location} in another thread ({holder.thread_name}). Patches are facts of the whole process: "
+                f"leave that scope first, or enter one scope around both threads"
+            )
 
 
-def _layers(state: SlotState) -> Iterator[Layer]:
-    for segment in state.segments:
-        yield from segment.layers
+def _refuse(edit: Edit, patch: str, layer: Layer, session: Session) -> None:
+    holder = next((holder for holder in layer.holders if holder is not session), None)
+    if holder is None:
+        return
+    where = f"{edit.slot.label} is held by {layer.patch!r}, entered at {holder.location}"
+    if edit.action == "replace" and not (edit.commutes and layer.edit.commutes) and not layer.edit.hidden:
+        raise ConflictError(
+            f"{patch!r} wants to replace a place that another scope has patched: {where}. Leave that scope first, "
+            f"or wrap instead of replacing"
+        )
+    if edit.exclusive is not None and edit.exclusive == layer.edit.exclusive:
+        raise ConflictError(
+            f"{patch!r} is already on this model with other options: {where}. Leave that scope first, or give both "
+            f"the same options"
+        )
 
 
-def _equal_token(left: Edit, right: Edit) -> bool:
-    return left.token is not None and left.token == right.token
+def _find(segments: tuple[Segment, ...], edit: Edit, session: Session) -> tuple[int, int]:
+    """The topmost (segment, layer) that this session holds of this edit; (-1, -1) for none."""
+    for i in range(len(segments) - 1, -1, -1):
+        for j, layer in enumerate(segments[i].layers):
+            if session in layer.holders and layer.is_same_edit(edit):
+                return i, j
+    return -1, -1
 
 
-def _put_back_moved(slot: Slot, ours: Any, restored: Any) -> bool:
-    """Somebody stored our value under another name of the same owner (accelerate's `_old_forward`): mend it there."""
-    mapping = slot.mapping
-    if mapping is None or mapping is not getattr(slot.owner, "__dict__", None):
-        return False
-    for key, value in list(mapping.items()):
-        if key != slot.key and same(value, ours):
-            mapping[key] = slot.value_of(restored)
-            return True
-    return False
+def _shows(segment: Segment, sessions: frozenset[int]) -> bool:
+    return segment.replay is not None or any(id(h) in sessions for layer in segment.layers for h in layer.holders)
+
+
+def _out_of_order(slot: Slot, session: Session, layer: Layer, others: tuple[Layer, ...]) -> OutOfOrderExit | None:
+    """Is this session left before one that was entered later, on one place, by edits that do not commute?"""
+    for other in reversed(others):
+        later = min(other.holders, key=lambda holder: holder.serial)
+        if later.serial > session.serial and not (layer.edit.commutes and other.edit.commutes):
+            return OutOfOrderExit(
+                f"{slot.label}: {layer.patch!r} (entered at {session.location}) was left before {other.patch!r} (entered "
+                f"later, at {later.location}), which builds on it. It was taken out from under; close scopes on one "
+                f"place in the reverse order of entering"
+            )
+    return None
+
+
+def _moved_to(slot: Slot, ours: Any) -> list[Hashable]:
+    """Other names of the same owner under which somebody has stored our value (accelerate's `_old_forward`)."""
+    own = getattr(slot.owner, "__dict__", None)
+    if not isinstance(own, dict) or slot.mapping is not own or ours is MISSING:
+        return []
+    return [key for key, value in own.items() if key != slot.key and same(value, ours)]
 
 
 def _foreign(slot: Slot, layer: Layer, session: Session, found: Any, wanted: Any) -> ForeignOverwriteError:
@@ -422,3 +356,5 @@ def _foreign(slot: Slot, layer: Layer, session: Session, found: Any, wanted: Any
 
 
 LIVE = LiveStack()
+os.register_at_fork(before=LIVE.lock.acquire, after_in_parent=LIVE.lock.release, after_in_child=LIVE.lock.release)
+os.register_at_fork(after_in_child=LIVE.forked)

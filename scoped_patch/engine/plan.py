@@ -32,7 +32,8 @@ class PendingEdit:
     """Edits of a module that is not imported yet: made when it is, if a scope that wants them is live then.
 
     Import hooks cannot be unregistered, so one hook per pending edit is registered, once, and it asks which sessions
-    are live; after they have all been left it does nothing.
+    are live; after they have all been left it does nothing. Edits that cannot be made fail the import that calls for
+    them: the code behind it would run unpatched.
     """
 
     def __init__(self, module: str, make: Callable[[ModuleType], Iterable[Edit]], label: str) -> None:
@@ -43,8 +44,9 @@ class PendingEdit:
         self._hooked = False
 
     def start(self, patch: Patch, session: Session) -> None:
-        if self.module in sys.modules:
-            self._apply(patch, session, sys.modules[self.module])
+        module = sys.modules.get(self.module)
+        if module is not None:
+            self._apply(patch, session, module)
             return
         self._sessions.add(session)
         if not self._hooked:
@@ -52,9 +54,11 @@ class PendingEdit:
             wrapt.register_post_import_hook(lambda module: self._imported(patch, module), self.module)
 
     def _imported(self, patch: Patch, module: ModuleType) -> None:
-        for session in list(self._sessions):
-            self._apply(patch, session, module)
+        self._hooked = False  # hooks fire once: should the module be dropped and imported again, one more is needed
+        sessions = sorted(self._sessions, key=lambda session: session.serial)
         self._sessions.clear()
+        for session in sessions:
+            self._apply(patch, session, module)
 
     def _apply(self, patch: Patch, session: Session, module: ModuleType) -> None:
         for edit in self._make(module):
@@ -68,7 +72,7 @@ class Plan:
         target: the target as the patches saw it.
         patches: in the order given.
         edits: in the order of application: replaces first, then wraps by rank.
-        supports: each patch's answer to `supports(target)`.
+        supports: each patch with its answer to `supports(target)`.
         pending: edits that wait for a module to be imported.
     """
 
@@ -76,7 +80,7 @@ class Plan:
         self.target = target
         self.patches = patches
         self.fingerprint = tuple(patch.fingerprint(target) for patch in patches)
-        self.supports: dict[Patch, Support] = {}
+        self.supports: list[tuple[Patch, Support]] = []
         self.edits: tuple[PlannedEdit, ...] = ()
         self.pending: list[tuple[Patch, PendingEdit]] = []
         self._check_support()
@@ -84,12 +88,20 @@ class Plan:
 
     def fits(self) -> bool:
         """Would the same plan be made now? Cheap; asked at every enter of a scope that is used again."""
-        return self.fingerprint == tuple(patch.fingerprint(self.target) for patch in self.patches)
+        return self.fingerprint == tuple(patch.fingerprint(self.target) for patch in self.patches) and all(
+            one.edit.slot.current() for one in self.edits
+        )
 
     def _check_support(self) -> None:
         errors: list[Exception] = []
         for patch in self.patches:
-            support = self.supports[patch] = patch.supports(self.target)
+            try:
+                support = patch.supports(self.target)
+            except Exception as error:
+                error.add_note(f"raised by {patch.name}.supports()")
+                errors.append(error)
+                continue
+            self.supports.append((patch, support))
             if not support.ok:
                 errors.append(UnsupportedError(f"{patch.name}: {support.reason}"))
         raise_errors("these patches cannot act on this target", errors)
@@ -105,18 +117,13 @@ class Plan:
                 else:
                     raise BadTargetError(f"{patch.name}: plan() must yield Edit objects, got {type(edit).__name__}")
         errors: list[Exception] = []
-        replaced: dict[Place, PlannedEdit] = {}
+        known: dict[Place, list[PlannedEdit]] = {}
         for one in planned:
-            if one.edit.action != "replace":
-                continue
-            other = replaced.setdefault(one.edit.slot.place, one)
-            if other is not one:
-                errors.append(
-                    ConflictError(
-                        f"both {other.patch.name!r} and {one.patch.name!r} replace {one.edit.slot.label}: keep one, or let "
-                        f"the other wrap"
-                    )
-                )
+            others = known.setdefault(one.edit.slot.place, [])
+            conflict = next((text for other in others if (text := _conflict(other, one))), None)
+            if conflict is not None:
+                errors.append(ConflictError(conflict))
+            others.append(one)
         raise_errors("these patches cannot be combined", errors)
         planned.sort(key=lambda one: one.edit.order)  # stable: the order given decides between equals
         self.edits = tuple(planned)
@@ -142,3 +149,15 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"<Plan {'+'.join(p.name for p in self.patches) or 'nothing'}, {len(self.edits)} edits>"
+
+
+def _conflict(first: PlannedEdit, second: PlannedEdit) -> str | None:
+    """Why these two edits of one place cannot be in one scope, or None."""
+    one, two = first.edit, second.edit
+    if one is two or (one.token is not None and one.token == two.token):
+        return None
+    if one.action == two.action == "replace":
+        return f"both {first.patch.name!r} and {second.patch.name!r} replace {one.slot.label}: keep one, or let the other wrap"
+    if one.exclusive is not None and one.exclusive == two.exclusive:
+        return f"{first.patch.name!r} and {second.patch.name!r} both want {one.slot.label} with different options: keep one"
+    return None

@@ -12,7 +12,7 @@ from .slots import MISSING
 
 if TYPE_CHECKING:
     from .plan import Plan, PlannedEdit
-    from .session import Record, Session
+    from .session import Session
 
 COLUMNS = ("patch", "where", "from", "to", "why", "calls")
 
@@ -88,29 +88,23 @@ class Explanation:
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{column}</th>" for column in COLUMNS)
         body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.cells(self.planned)) + "</tr>"
-            for row in self.rows
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.cells(self.planned)) + "</tr>" for row in self.rows
         )
         remarks = "".join(f"<li>{html.escape(remark)}</li>" for remark in self.remarks)
         return f"<p>{html.escape(self.title)}</p><table><tr>{head}</tr>{body}</table><ul>{remarks}</ul>"
 
 
 def explain_plan(plan: Plan, full: bool = False) -> Explanation:
-    rows = [
-        _row(one, one.edit.slot.value_of(one.edit.slot.read()), None) for one in plan.edits if full or not one.edit.hidden
-    ]
+    rows = [_row(one, one.edit.slot.read(), None) for one in plan.edits if full or not one.edit.hidden]
     title = f"plan for {describe_target(plan.target)}: {len(plan)} edits"
     return Explanation(title, rows if full else _fold(rows), _remarks(plan), planned=True)
 
 
 def explain_session(session: Session, full: bool = False) -> Explanation:
-    rows = [
-        _row(record.planned, record.edit.slot.value_of(record.prior) if record.prior is not MISSING else MISSING, record.calls)
-        for record in session.records
-        if full or not record.edit.hidden
-    ]
+    rows = [_row(record.planned, record.prior, record.calls) for record in session.records if full or not record.edit.hidden]
     title = (
-        f"scope on {describe_target(session.target)}, entered at {session.location}: {len(session.records)} edits, {session.state}"
+        f"scope on {describe_target(session.target)}, entered at {session.location}: {len(session.records)} edits, "
+        f"{session.state}"
     )
     return Explanation(title, rows if full else _fold(rows), _remarks(session.plan))
 
@@ -136,8 +130,11 @@ def diff_session(session: Session) -> list[dict[str, Any]]:
 def _row(planned: PlannedEdit, before: Any, calls: int | None) -> Row:
     edit = planned.edit
     after = edit.to or edit.action
-    idle = int(calls == 0)
-    return Row(planned.patch.name, edit.slot.label, describe_value(before), after, edit.reason, 1, calls, idle)
+    try:
+        before = edit.slot.value_of(before)  # what is inherited has a name too
+    except Exception:
+        before = MISSING
+    return Row(planned.patch.name, edit.slot.label, describe_value(before), after, edit.reason, 1, calls, int(calls == 0))
 
 
 def _fold(rows: list[Row]) -> list[Row]:
@@ -161,7 +158,7 @@ def _fold(rows: list[Row]) -> list[Row]:
 
 def _remarks(plan: Plan) -> list[str]:
     remarks = []
-    for patch, support in plan.supports.items():
+    for patch, support in plan.supports:
         remarks += [f"{patch.name} skipped: {text}" for text in support.skipped]
         remarks += [f"{patch.name}: {text}" for text in support.notes]
     remarks += [f"{patch.name}: waits for {pending.module} to be imported ({pending.label})" for patch, pending in plan.pending]
@@ -179,13 +176,24 @@ def describe_target(target: Any) -> str:
 
 
 def describe_value(value: Any) -> str:
+    """A few words for any value; never fails, and never prints a tensor or a whole model."""
     if value is MISSING:
-        return "(inherited)"
-    value = getattr(value, "__func__", value)
-    name = getattr(value, "__qualname__", None)
-    if name:
-        return str(name)
-    text = repr(value)
-    if len(text) > 40 or "\n" in text:
-        return type(value).__qualname__
-    return text
+        return "(nothing)"
+    value = value.__func__ if isinstance(value, _BOUND) else value
+    if isinstance(value, _NAMED):
+        return str(value.__qualname__)
+    if isinstance(value, _SIMPLE) or (isinstance(value, _SMALL) and len(value) <= 4 and all(map(_is_simple, value))):
+        text = repr(value)
+        if len(text) <= 40:
+            return text
+    return type(value).__qualname__
+
+
+def _is_simple(value: Any) -> bool:
+    return isinstance(value, _SIMPLE)
+
+
+_BOUND = (types.MethodType, staticmethod, classmethod)
+_NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_SIMPLE = (str, bytes, int, float, complex, types.NoneType)
+_SMALL = (tuple, list, set, frozenset)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+from collections.abc import Collection
 from typing import Any
 
 import wrapt
 
+from .attributes import attribute_slot
 from .errors import BadTargetError, TargetError
-from .slots import Slot, attribute_slot
+from .slots import Slot
 
 
 def split_path(path: str) -> tuple[str, str]:
@@ -36,8 +38,10 @@ def slot_from_path(path: str) -> Slot:
     module_name, attributes = split_path(path)
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise TargetError(f"cannot patch {path!r}: importing {module_name!r} failed: {error}") from error
+    except Exception as error:  # a module may fail in any way while it is imported
+        raise TargetError(
+            f"cannot patch {path!r}: importing {module_name!r} failed: {type(error).__name__}: {error}"
+        ) from error
     try:
         parent, name, _ = wrapt.resolve_path(module, attributes)
     except AttributeError as error:
@@ -69,12 +73,14 @@ def version_of(module_name: str) -> str:
 
 def aliases_of(slot: Slot, value: Any) -> list[tuple[types.ModuleType, str]]:
     """Every other module global that is this very object: `from m import f` copies that a patch of `m.f` would miss."""
+    return [(m, name) for m, name in copies_by_value(value) if (id(m.__dict__), name) != slot.place]
+
+
+def copies_by_value(value: Any, not_in: Collection[str] = ()) -> list[tuple[types.ModuleType, str]]:
+    """Every module global that is this very object, but for modules of the names given."""
     found = []
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", None)
-        if not isinstance(module, types.ModuleType) or names is None:
+    for key, module in list(sys.modules.items()):
+        if key in not_in or not isinstance(module, types.ModuleType):
             continue
-        for name, other in list(names.items()):
-            if other is value and (id(names), name) != slot.place:
-                found.append((module, name))
+        found += [(module, name) for name, other in list(module.__dict__.items()) if other is value]
     return found

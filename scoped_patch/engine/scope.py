@@ -1,8 +1,16 @@
-"""Scopes: the reusable thing that `patched(...)` returns. Each `with`, decorated call or `.apply()` is a new session."""
+"""Scopes: the reusable thing that `patched(...)` returns. Each `with`, decorated call or `.apply()` is a new session.
+
+Patches are facts of the process, not of a task or a generator. Two asyncio tasks that hold scopes on one place at a time
+both see both scopes' edits, and leaving in another order than last-in-first-out raises `OutOfOrderExit` (the original is
+back once both have left). A generator that is suspended inside a `with` leaves the patches on until it goes on or is
+closed. Keep the block around code that does not wait, or put one scope around all of it.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -10,6 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from .edits import Patch
 from .errors import BadOptionError, BadTargetError, ScopeStateError
+from .live import LIVE
 from .plan import Plan
 from .session import OnForeign, Session
 
@@ -31,11 +40,9 @@ class Scope(Generic[SessionT]):
         UnsupportedError, ConflictError: when planning (at the first use, not here) finds that it cannot work.
     """
 
-    session_class: type[SessionT]
+    session_class: type[SessionT] = Session  # type: ignore[assignment]
 
-    def __init__(
-        self, target: Any, patches: tuple[Patch, ...], *, root: Any = None, on_foreign: OnForeign = "error"
-    ) -> None:
+    def __init__(self, target: Any, patches: tuple[Patch, ...], *, root: Any = None, on_foreign: OnForeign = "error") -> None:
         if on_foreign not in ("error", "keep", "restore"):
             raise BadOptionError(f"on_foreign must be 'error', 'keep' or 'restore', got {on_foreign!r}")
         for patch in patches:
@@ -49,7 +56,8 @@ class Scope(Generic[SessionT]):
         self.root = target if root is None else root
         self.on_foreign: OnForeign = on_foreign
         self._plan: Plan | None = None
-        self._open = threading.local()
+        # Sessions opened by `with`, each with the thread and the asyncio task that opened it.
+        self._open: list[tuple[object, SessionT]] = []
 
     def plan(self) -> Plan:
         """What entering would do, without doing it. Made once and re-checked cheaply at every use."""
@@ -71,56 +79,73 @@ class Scope(Generic[SessionT]):
     def check_enter(self, plan: Plan) -> None:
         """A last check before entering; subclasses add theirs."""
 
-    def _stack(self) -> list[SessionT]:
-        if not hasattr(self._open, "stack"):
-            self._open.stack = []
-        stack: list[SessionT] = self._open.stack
-        return stack
-
     def __enter__(self) -> SessionT:
-        session = self.apply()
-        self._stack().append(session)
-        return session
+        before = len(LIVE.sessions)
+        try:
+            session = self.apply()
+            self._open.append((_who(), session))
+            return session
+        except BaseException:
+            # An interrupt between entering and the block: Python will not call __exit__.
+            for late in reversed(LIVE.sessions[before:]):
+                if late.plan is self._plan and late.thread == threading.get_ident():
+                    late.leave(sys.exception())
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        stack = self._stack()
-        if not stack:
-            raise ScopeStateError("this scope was not entered by this thread")
+        who = _who()
+        # A block that has moved to another thread or task still closes what it opened: the last one, then.
+        entry = next((entry for entry in reversed(self._open) if entry[0] == who), self._open[-1] if self._open else None)
+        if entry is None:
+            raise ScopeStateError("this scope is not entered: __exit__ was called without an __enter__")
         try:
-            stack[-1].leave(value)
+            entry[1].leave(value)
         finally:
-            stack.pop()
+            if entry in self._open:
+                self._open.remove(entry)
 
     def __call__(self, function: F) -> F:
-        """Use the scope as a decorator: every call (or awaited call) runs in a session of its own."""
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise BadTargetError(
-                f"{function.__qualname__} is a generator: the scope would end before its body runs. Use the with-form inside"
-            )
-        if not callable(function):
-            raise BadTargetError(f"a scope decorates functions, got {type(function).__name__}")
-        import functools
+        """Use the scope as a decorator: every call (or awaited call) runs in a session of its own.
 
-        if inspect.iscoroutinefunction(function):
+        Raises:
+            BadTargetError: not a function, or one whose body runs after the call has returned (a generator).
+        """
+        if isinstance(function, type) or not callable(function):
+            raise BadTargetError(f"a scope decorates functions, got {function!r}")
+        call = function if inspect.isroutine(function) else type(function).__call__
+        if any(check(each) for check in _GENERATORS for each in (function, call)):
+            raise BadTargetError(
+                f"{getattr(function, '__qualname__', function)} is a generator: the scope would end before its body "
+                f"runs. Use the with-form inside"
+            )
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call):
 
             @functools.wraps(function)
             async def in_scope(*args: Any, **kwargs: Any) -> Any:
-                session = self.apply()
-                return await _finish_async(session, function(*args, **kwargs))
+                with self:
+                    return await function(*args, **kwargs)
 
         else:
 
             @functools.wraps(function)
             def in_scope(*args: Any, **kwargs: Any) -> Any:
-                with self.apply():
+                with self:
                     return function(*args, **kwargs)
 
         return in_scope  # type: ignore[return-value]
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {'+'.join(p.name for p in self.patches) or 'nothing'} on {type(self.target).__name__}>"
+        names = "+".join(patch.name for patch in self.patches) or "nothing"
+        return f"<{type(self).__name__} {names} on {type(self.target).__name__}>"
 
 
-async def _finish_async(session: Session, awaitable: Any) -> Any:
-    with session:
-        return await awaitable
+_GENERATORS = (inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+
+
+def _who() -> object:
+    """The thread and asyncio task that runs now."""
+    asyncio = sys.modules.get("asyncio")
+    task = None
+    if asyncio is not None and asyncio._get_running_loop() is not None:
+        task = asyncio.current_task()
+    return (threading.get_ident(), task)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from .errors import ConflictError, LeakError, ScopedPatchError, ScopeStateError, raise_errors
-from .live import LIVE, Snapshot
-from .slots import Slot, same
+from .errors import LeakError, ScopeStateError, join_errors
+from .live import LIVE
+from .replay import Snapshot
+from .resolve import copies_by_value
+from .slots import Slot
 
 if TYPE_CHECKING:
     from .edits import Edit
@@ -73,6 +77,8 @@ class Session:
         exit_error: the error of leaving, when the body's own exception passed through in its place.
     """
 
+    _serials = itertools.count()
+
     def __init__(self, target: Any, root: Any, plan: Plan, on_foreign: OnForeign) -> None:
         self.target = target
         self.root = root
@@ -80,11 +86,14 @@ class Session:
         self.on_foreign: OnForeign = on_foreign
         self.records: list[Record] = []
         self.location = "?"
+        self.serial = -1
         self.thread = threading.get_ident()
         self.thread_name = threading.current_thread().name
         self.state: Literal["new", "entering", "live", "leaving", "closed"] = "new"
-        self.exit_error: ScopedPatchError | None = None
+        self.exit_error: Exception | None = None
         self._snapshot: Snapshot | None = None
+        self._problems: dict[int, Exception] = {}
+        self._modules: frozenset[str] | None = None
 
     # ------------------------------------------------------------------------------------------------- entering
     def enter(self) -> None:
@@ -92,38 +101,46 @@ class Session:
         if self.state != "new":
             raise ScopeStateError(f"this session is already {self.state}; enter the scope again for a fresh one")
         self.location = caller_location()
-        self.state = "entering"
         try:
             with LIVE.lock:
-                LIVE.wait_for_replays()
+                LIVE.before_change()
+                self.state = "entering"
+                self.serial = next(self._serials)
                 LIVE.sessions.append(self)
                 for planned in self.plan.edits:
                     self._apply(planned)
                 self.plan.start_pending(self)
-                LIVE.version += 1
+                LIVE.changed()
                 self.state = "live"
+            if logger.isEnabledFor(logging.DEBUG):
+                for record in self.records:
+                    logger.debug("%s: %s %s (%s)", record.patch, record.edit.action, record.slot.label, record.edit.reason)
         except BaseException as failure:
-            problems = self._undo_all()
-            for problem in problems:
-                failure.add_note(f"while undoing: {type(problem).__name__}: {problem}")
+            self._abandon(failure)
             raise
-        for record in self.records:
-            logger.debug("%s: %s %s (%s)", record.patch, record.edit.action, record.slot.label, record.edit.reason)
+
+    def _abandon(self, failure: BaseException) -> None:
+        """Undo an enter that failed; what goes wrong on the way rides on the failure."""
+        self._undo_all()
+        for problem in self._problems.values():
+            failure.add_note(f"while undoing: {type(problem).__name__}: {problem}")
 
     def _apply(self, planned: PlannedEdit) -> None:
         edit = planned.edit
         counter = edit.counter
-        record = Record(planned, edit.slot.read(), None, self.location, counter.calls if counter else 0)
+        prior = edit.slot.read()
+        record = Record(planned, prior, None, self.location, 0 if counter is None else counter.calls)
         self.records.append(record)  # before the write, so that whatever happens next can be undone
-        LIVE.install(edit, planned.patch.name, self)
-        record.value = edit.slot.read()
+        record.value = LIVE.install(edit, planned.patch.name, self, prior)
+        if self._modules is None and isinstance(edit.slot.owner, types.ModuleType):
+            self._modules = frozenset(sys.modules)
 
     def apply_late(self, planned: PlannedEdit) -> None:
         """Apply an edit whose module was imported while this session is live."""
         with LIVE.lock:
-            if self.state == "live":
+            if self.state in ("entering", "live"):
                 self._apply(planned)
-                LIVE.version += 1
+                LIVE.changed()
 
     # ------------------------------------------------------------------------------------------------- leaving
     def restore(self) -> None:
@@ -131,7 +148,7 @@ class Session:
 
         Raises:
             OutOfOrderExit, ForeignOverwriteError, RestoreError: one of them, or a `PatchErrorGroup` of several, after
-                everything that could be put back has been.
+                everything that could be put back has been. What could not be stays live; calling it again tries again.
         """
         self.leave(None)
 
@@ -140,32 +157,37 @@ class Session:
         if self.state in ("new", "closed"):
             return
         errors: list[Exception] = []
-        if body is None and self.state == "live":
-            for patch in self.plan.patches:
-                try:
-                    patch.audit(self)
-                except Exception as error:
-                    errors.append(error)
-        errors += self._undo_all()
-        if not errors:
+        try:
+            if body is None and self.state == "live":
+                self._audit(errors)
+        finally:
+            self._problems.clear()
+            self._undo_all()
+        errors += self._problems.values()
+        error = join_errors(f"leaving the scope entered at {self.location}", errors)
+        if error is None:
             return
         if body is None:
-            raise_errors(f"leaving the scope entered at {self.location}", errors)
-        try:
-            raise_errors(f"leaving the scope entered at {self.location}", errors, cause=body)
-        except ScopedPatchError as error:
-            # The body's own exception passes through; what went wrong on the way out rides on it.
-            self.exit_error = error
-            body.add_note(f"scoped_patch, while leaving the scope: {type(error).__name__}: {error}")  # type: ignore[union-attr]
-            logger.error("while leaving the scope entered at %s: %s", self.location, error)
+            raise error
+        # The body's own exception passes through; what went wrong on the way out rides on it.
+        error.__cause__ = body
+        self.exit_error = error
+        body.add_note(f"scoped_patch, while leaving the scope: {type(error).__name__}: {error}")
+        logger.error("while leaving the scope entered at %s: %s", self.location, error)
 
-    def _undo_all(self) -> list[Exception]:
-        """Undo everything, however often it is interrupted; interrupts are raised once all is done."""
-        interrupt: BaseException | None = None
-        errors: list[Exception] = []
-        while True:
+    def _audit(self, errors: list[Exception]) -> None:
+        for patch in self.plan.patches:
             try:
-                errors += self._undo()
+                patch.audit(self)
+            except Exception as error:
+                errors.append(error)
+
+    def _undo_all(self) -> None:
+        """Undo everything, however often it is interrupted; an interrupt is raised once all is done."""
+        interrupt: BaseException | None = None
+        while self.state != "closed":
+            try:
+                self._undo()
                 break
             except Exception:
                 raise
@@ -173,27 +195,26 @@ class Session:
                 interrupt = error
         if interrupt is not None:
             raise interrupt
-        return errors
 
-    def _undo(self) -> list[Exception]:
-        errors: list[Exception] = []
+    def _undo(self) -> None:
         with LIVE.lock:
-            LIVE.wait_for_replays()
-            if self.state == "closed":
-                return errors
-            if self._snapshot is None and self.state == "live":
-                self._snapshot = LIVE.freeze([self])
+            LIVE.before_change()
+            if self.state in ("new", "closed"):
+                return
+            if self.state == "live" and self._snapshot is None:
+                self._snapshot = LIVE.freeze_session(self, [record.slot for record in self.records])
             self.state = "leaving"
             left: list[Record] = []
             for record in reversed(self.records):
                 try:
-                    problem = LIVE.remove(record.edit, self, self.on_foreign)
+                    problem = LIVE.remove(record.planned.edit, self, self.on_foreign)
                 except Exception as error:
                     left.append(record)
                     problem = error
                 if problem is not None:
-                    errors.append(problem)
-            LIVE.version += 1
+                    self._problems.setdefault(id(record), problem)
+            self._mend_late_imports()
+            LIVE.changed()
             if left:
                 # Still patched: stays on the live list, and a later restore() tries these again.
                 left.reverse()
@@ -202,7 +223,21 @@ class Session:
                 if self in LIVE.sessions:
                     LIVE.sessions.remove(self)
                 self.state = "closed"
-        return errors
+
+    def _mend_late_imports(self) -> None:
+        """Modules that were imported inside the scope may have taken our values by `from m import f`."""
+        if self._modules is None or len(sys.modules) == len(self._modules):
+            return
+        for record in self.records:
+            slot, value = record.slot, record.value
+            if not isinstance(slot.owner, types.ModuleType) or not callable(value):
+                continue
+            wanted = slot.value_of(slot.read())
+            for module, name in copies_by_value(value, not_in=self._modules):
+                # A value that a replace brought along may be at home there; only its use under this name is ours.
+                if wanted is not value and (record.edit.action == "wrap" or name == slot.key):
+                    logger.debug("%s.%s was imported by value inside a scope; put back", module.__name__, name)
+                    module.__dict__[name] = wanted
 
     # ------------------------------------------------------------------------------------------------- replay
     @contextmanager
@@ -216,7 +251,8 @@ class Session:
         if snapshot is None:
             if self.state != "live":
                 raise ScopeStateError(f"this session is {self.state}: there is nothing to replay")
-            snapshot = LIVE.freeze([self])
+            with LIVE.lock:
+                snapshot = LIVE.freeze_session(self, [record.slot for record in self.records])
         with LIVE.replay(snapshot):
             yield
 
@@ -239,6 +275,8 @@ class Session:
 
     def __enter__(self) -> Session:
         # For `with scope.apply() as session:`; the session is live already.
+        if self.state != "live":
+            raise ScopeStateError(f"this session is {self.state}: the block would run unpatched. Enter the scope again")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
@@ -265,7 +303,7 @@ def assert_clean() -> None:
         LeakError: lists every live session with the place it was entered at, and every place still patched.
     """
     with LIVE.lock:
-        sessions, states = list(LIVE.sessions), [s for s in LIVE.states.values() if s.segments or s.target]
+        sessions, states = list(LIVE.sessions), [s for s in LIVE.states.values() if s.busy]
     if sessions or states:
         lines = [f"  {session!r}" for session in sessions] + [f"  patched: {state.slot.label}" for state in states]
         raise LeakError("scopes are still live:\n" + "\n".join(lines))
@@ -275,18 +313,15 @@ def is_live(slot: Slot) -> bool:
     """Is this place patched, and does it still read what was written?"""
     with LIVE.lock:
         state = LIVE.states.get(slot.place)
-        return bool(state and state.segments and same(slot.read(), state.segments[-1].top))
+        return state is not None and bool(state.segments) and state.is_ours(slot.read())
 
 
 def caller_location() -> str:
-    """file:line of the nearest frame outside this library and outside contextlib."""
+    """file:line of the nearest frame outside this library and outside the machinery that runs blocks and tasks."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module != "contextlib" and not module.startswith("scoped_patch."):
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] not in ("scoped_patch", "contextlib", "asyncio"):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
-
-
-__all__ = ["ConflictError", "OnForeign", "Record", "Session", "active", "assert_clean", "caller_location", "is_live"]
