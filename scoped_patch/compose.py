@@ -16,6 +16,7 @@ from .models.checkpointing import RecomputeAsRun
 from .models.unwrap import unwrap
 from .models.verify import VerifyReport, verify
 from .patches.fused_head import FusedHead
+from .patches.tiled_mlp import TiledMLP
 
 OnCompiled = Literal["error", "reset"]
 
@@ -86,6 +87,7 @@ def patched(
     target: Any = None,
     *patches: Patch,
     fused: Any = None,
+    tiled_mlp: Any = None,
     on_foreign: OnForeign = "error",
     on_compiled: OnCompiled = "error",
 ) -> PatchedScope:
@@ -106,6 +108,7 @@ def patched(
             module for patches of your own; None when they name their targets themselves. Only this instance changes.
         *patches: your own `Patch` objects, `replace_attribute(...)`, `wrap_call(...)`.
         fused: log-probs and entropy without keeping logits: `"torch"`, `"triton"`, `"auto"`, or a `FusedHead`.
+        tiled_mlp: feed-forward blocks in tiles of tokens, keeping the activations of one: how many tiles, or a `TiledMLP`.
         on_foreign: what leaving does about a place that somebody else changed meanwhile: `"error"` leaves it and raises,
             `"keep"` leaves it, `"restore"` puts the original back.
         on_compiled: what entering does about edits of module classes when compiled code exists, which would not see them:
@@ -126,6 +129,8 @@ def patched(
     shipped: list[Patch] = []
     if fused is not None and fused is not False:
         shipped.append(_option("fused", fused, FusedHead, (str,), "'torch', 'triton', 'auto' or a FusedHead"))
+    if tiled_mlp is not None and tiled_mlp is not False:
+        shipped.append(_option("tiled_mlp", tiled_mlp, TiledMLP, (int,), "a number of tiles or a TiledMLP"))
     is_model = isinstance(target, nn.Module)
     if shipped and not is_model:
         raise BadTargetError(

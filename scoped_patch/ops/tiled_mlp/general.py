@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ def tiled_call(
     *,
     token_dims: int | None = None,
     preserve_rng_state: bool = True,
+    recompute_context: Callable[[], AbstractContextManager[Any]] | None = None,
 ) -> Any:
     """`function(*tensors)` in tiles of tokens: the activations of one tile alive at a time, in both directions.
 
@@ -46,6 +48,7 @@ def tiled_call(
         tiles: the largest number of tiles. Fewer are used where there are fewer tokens; sizes may be uneven.
         token_dims: how many leading dimensions are the tokens; if not given, all but the last of the first tensor.
         preserve_rng_state: replay each tile's random state in the backward, so that dropout drops the same elements.
+        recompute_context: makes a context manager that is entered around the recomputation of each backward.
 
     Returns:
         What `function(*tensors)` returns: a tensor, or a tuple or list of tensors and None. In each tensor the tokens
@@ -68,7 +71,7 @@ def tiled_call(
     if lead.numel() <= 1:
         return function(*inputs)
     reached = Reached(parameters)
-    call = _Call(function, reached, lead, tiles, preserve_rng_state, inputs[0].device)
+    call = _Call(function, reached, lead, tiles, preserve_rng_state, recompute_context, inputs[0].device)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *reached.tensors)):
         outputs = _TiledCall.apply(call, len(inputs), *inputs, *reached.tensors)  # type: ignore[no-untyped-call]
     else:
@@ -86,6 +89,7 @@ class _Call:
         lead: torch.Size,
         tiles: int,
         preserve_rng_state: bool,
+        recompute_context: Callable[[], AbstractContextManager[Any]] | None,
         device: torch.device,
     ) -> None:
         self.function = function
@@ -94,6 +98,7 @@ class _Call:
         self.tiles = list(tile_slices(lead.numel(), tiles))
         self.structure = Structure(lead)
         self.autocast = AutocastState(device.type)
+        self.recompute_context = recompute_context or contextlib.nullcontext
         self._preserve_rng_state = preserve_rng_state
         self._devices = [device] if device.type == "cuda" else []
         self._rng_states: list[list[Tensor]] = []
@@ -171,7 +176,7 @@ class _TiledCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *d_outputs: Tensor | None) -> Any:
         needed = ctx.needs_input_grad[2:]
-        with ctx.call.own_randomness():
+        with ctx.call.recompute_context(), ctx.call.own_randomness():
             gradients = _backward(ctx.call, ctx.saved_tensors, d_outputs, needed[: ctx.count], needed[ctx.count :])
         return (None, None, *refuse_second_derivative("tiled_call", gradients))
 

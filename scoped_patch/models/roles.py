@@ -1,0 +1,184 @@
+"""What the children of a feed-forward block do, proved by running the block.
+
+A block is taken for "down(activation(gate(x)) * up(x))" only when its own forward, run on a miniature of itself in
+float64, gives just that; so a block with a norm, a clamp or a scale of its own inside is never mistaken for one without.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, eq=False)
+class Roles:
+    """The children of a block that is two or three projections and an activation.
+
+    Attributes:
+        gate: name of the projection whose result goes through the activation, or None: then `up`'s does, or, if `up` gives
+            twice what `down` takes, the first half of `up`'s.
+        up, down: names of the other projections.
+        activation: what the block calls between them.
+        activation_child: its name, where it is a child module.
+        dropouts: names of children that are dropout layers; they must be inactive for this description to hold.
+    """
+
+    gate: str | None
+    up: str
+    down: str
+    activation: Callable[[Tensor], Tensor]
+    activation_child: str | None
+    dropouts: tuple[str, ...]
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        return (self.up, self.down) if self.gate is None else (self.gate, self.up, self.down)
+
+
+#: activations that a forward may name itself, without a child module for them
+_INLINE: tuple[Callable[[Tensor], Tensor], ...] = (
+    F.silu,
+    F.gelu,
+    functools.partial(F.gelu, approximate="tanh"),
+    F.relu,
+)
+_HIDDEN, _INTERMEDIATE = 6, 10
+
+
+def find_roles(block: nn.Module) -> Roles | None:
+    """What each child of a block does, if the block is projections and an activation and nothing else; None otherwise.
+
+    Costs well under a millisecond and touches no weight, so it works on the meta device and on sharded models.
+    """
+    linears: dict[str, nn.Linear] = {}
+    dropouts: list[str] = []
+    others: dict[str, nn.Module] = {}
+    for name, child in block._modules.items():
+        if child is None:
+            continue
+        if isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward:
+            linears[name] = child
+        elif isinstance(child, nn.Dropout):
+            dropouts.append(name)
+        elif not child._modules:
+            others[name] = child
+        else:
+            return None
+    if len(linears) not in (2, 3) or len(others) > 1 or any(t is not None for t in block._parameters.values()):
+        return None
+    for *gates, up, down in itertools.permutations(linears):
+        gate = gates[0] if gates else None
+        if not _fit(linears, gate, up, down):
+            continue
+        for activation, child_name in _activations(block, others):
+            if _proved(block, linears, dropouts, gate, up, down, activation, child_name):
+                return Roles(gate, up, down, activation, child_name, tuple(dropouts))
+    return None
+
+
+def _fit(linears: dict[str, nn.Linear], gate: str | None, up: str, down: str) -> bool:
+    first, last = linears[up], linears[down]
+    if gate is not None:
+        other = linears[gate]
+        return other.in_features == first.in_features and other.out_features == first.out_features == last.in_features
+    return first.out_features in (last.in_features, 2 * last.in_features)
+
+
+def _activations(block: nn.Module, others: dict[str, nn.Module]) -> Iterator[tuple[Callable[[Tensor], Tensor], str | None]]:
+    if others:
+        ((name, child),) = others.items()
+        yield child, name
+        return
+    for value in block.__dict__.values():
+        if callable(value) and not isinstance(value, type) and not inspect.ismethod(value):
+            yield value, None
+    for function in _INLINE:
+        yield function, None
+
+
+def _proved(
+    block: nn.Module,
+    linears: dict[str, nn.Linear],
+    dropouts: list[str],
+    gate: str | None,
+    up: str,
+    down: str,
+    activation: Callable[[Tensor], Tensor],
+    activation_child: str | None,
+) -> bool:
+    """Does the block's own forward, on a miniature of it, compute what these roles say?"""
+    fused = gate is None and linears[up].out_features == 2 * linears[down].in_features
+    children: dict[str, nn.Module] = {
+        up: _tiny_linear(1, _HIDDEN, _INTERMEDIATE * (2 if fused else 1), linears[up].bias is not None),
+        down: _tiny_linear(2, _INTERMEDIATE, _HIDDEN, linears[down].bias is not None),
+    }
+    if gate is not None:
+        children[gate] = _tiny_linear(3, _HIDDEN, _INTERMEDIATE, linears[gate].bias is not None)
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            stand_in = _stand_in(activation)
+            if activation_child is not None and isinstance(stand_in, nn.Module):
+                children[activation_child] = stand_in
+            children |= {name: nn.Identity() for name in dropouts}
+            miniature = _shallow(block, {**block._modules, **children})
+            x = _tiny_tensor(0, 2, 3, _HIDDEN)
+            got = type(block).forward(miniature, x.clone())
+            projected = children[up](x)
+            if gate is not None:
+                inner = stand_in(children[gate](x)) * projected
+            elif fused:
+                first, second = projected.chunk(2, -1)
+                inner = stand_in(first) * second
+            else:
+                inner = stand_in(projected)
+            wanted = children[down](inner)
+            return isinstance(got, Tensor) and got.shape == wanted.shape and torch.allclose(got, wanted, rtol=1e-9)
+    except Exception:
+        # Whatever a foreign forward does not like about its miniature: then nothing is known of it.
+        return False
+
+
+@functools.cache
+def _tiny_tensor(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@functools.cache
+def _tiny_linear(seed: int, inputs: int, outputs: int, bias: bool) -> nn.Linear:
+    linear = nn.Linear(inputs, outputs, bias=bias, device="meta")
+    for offset, (name, tensor) in enumerate(list(linear._parameters.items())):
+        if tensor is not None:
+            linear._parameters[name] = nn.Parameter(_tiny_tensor(seed + 10 * offset, *tensor.shape), requires_grad=False)
+    return linear
+
+
+def _stand_in(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """An activation with all its tensors, wherever and of whatever kind they are, put as float64 numbers on the CPU."""
+    if not isinstance(activation, nn.Module) or not (activation._parameters or activation._buffers):
+        return activation
+    copy = _shallow(activation, activation._modules)
+    for tensors in ("_parameters", "_buffers"):
+        made = {
+            name: None if tensor is None else _tiny_tensor(seed, *tensor.shape).abs() + 0.1
+            for seed, (name, tensor) in enumerate(getattr(activation, tensors).items(), start=100)
+        }
+        copy.__dict__[tensors] = made
+    return copy
+
+
+def _shallow(module: nn.Module, children: dict[str, Any]) -> nn.Module:
+    """Another instance of the same class with the same attributes, other children, no hooks and no forward of its own."""
+    cls = type(module)
+    copy: nn.Module = cls.__new__(cls)
+    own = {key: value for key, value in module.__dict__.items() if key not in ("forward", "_old_forward")}
+    own |= {key: type(value)() for key, value in own.items() if key.endswith("_hooks")}
+    copy.__dict__.update(own, _modules=dict(children), training=True)
+    return copy

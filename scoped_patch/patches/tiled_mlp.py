@@ -1,0 +1,289 @@
+"""Tiled MLP: the feed-forward blocks of the text decoder, a tile of tokens at a time.
+
+One edit per block. A block that is projections and an activation becomes one operation that recomputes no more than its
+gradients need. Of a mixture of experts the experts are tiled and the router is left alone, so that its logits are
+recorded once. Any other block is tiled by recomputing its whole forward, and `explain()` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from ..engine import LIVE, Edit, Patch, Session, Support
+from ..engine.errors import BadOptionError, ScopedPatchError, SeamNotReachedError, UnsupportedError
+from ..models.checkpointing import _snapshot_of
+from ..models.feed_forward import FeedForward, Found, find_feed_forwards, layer_blocks
+from ..models.modules import foreign_forward, forward_edit
+from ..models.roles import Roles
+from ..models.spec import describe, find_decoder
+from ..models.unwrap import unwrap
+from ..ops.tiled_mlp import identify_activation, reached_tensors, tiled_call, tiled_mlp
+
+RANK = 15
+
+# Without gradients, so few tokens (a step of generation, say) are computed at once: there is nothing to save.
+_FEW_TOKENS = 1024
+
+_DONE_TO = {
+    "dense": "{tiles} tiles, one operation",
+    "experts": "{tiles} tiles of the experts, router untouched",
+    "whole": "{tiles} tiles, whole forward recomputed",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class TiledMLP(Patch):
+    """`tiled_mlp=`: feed-forward blocks in tiles of tokens, to keep the activations of one tile instead of all.
+
+    Outputs and gradients are those of the untiled model; weight gradients are summed in float32. The price is that the
+    backward computes the activations again. The blocks of the text decoder are tiled, wherever the model is wrapped, and
+    children and parameters are looked up at every call, so `.to()`, PEFT, FSDP and optimizers may come before or after.
+
+    Args:
+        tiles: into how many tiles the tokens of a call are cut (at most; at least 1).
+
+    Raises (when entering):
+        UnsupportedError: no feed-forward block was found, or none that computes token by token; says what was looked for.
+    """
+
+    tiles: int = 8
+    name: str = field(default="tiled_mlp", init=False, repr=False)
+    _found: list[Any] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tiles, bool) or not isinstance(self.tiles, int) or self.tiles < 1:
+            raise BadOptionError(f"tiled_mlp: the number of tiles must be an int of at least 1, got {self.tiles!r}")
+
+    @property
+    def options(self) -> Hashable:
+        return (self.tiles,)
+
+    def supports(self, target: Any) -> Support:
+        model = unwrap(target).model
+        try:
+            found = find_feed_forwards(model)
+        except ScopedPatchError as error:
+            return Support(False, str(error))
+        self._found[:] = (model, found)  # `plan` is asked next, about the same model, and takes this away
+        if not found.places:
+            return Support(False, f"no feed-forward block of {describe(model)} can be tiled: {'; '.join(found.skipped)}")
+        notes = [
+            f"found a forward put on the instance by somebody else and tiled it: {kind}"
+            for place in found.places
+            if (kind := foreign_forward(place.module))
+        ]
+        return Support(True, skipped=found.skipped, notes=tuple(dict.fromkeys(notes)))
+
+    def fingerprint(self, target: Any) -> Hashable:
+        blocks = layer_blocks(unwrap(target).model)
+        return tuple((id(block), *map(id, block._modules.values()), "_old_forward" in block.__dict__) for block in blocks)
+
+    def plan(self, target: Any) -> Iterable[Edit]:
+        model = unwrap(target).model
+        known, self._found[:] = list(self._found), ()
+        found: Found = known[1] if known and known[0] is model else find_feed_forwards(model)
+        for place in found.places:
+            yield forward_edit(
+                place.module,
+                place.path,
+                _Tiled(place, self.tiles, model).forward,
+                name="tiled_mlp_forward",
+                rank=RANK,
+                reason="keep one tile's activations",
+                to=_DONE_TO[place.kind].format(tiles=self.tiles),
+                token=(self.name, self.tiles, id(place.module)),
+                exclusive=self.name,
+            )
+        decoder = find_decoder(model)
+        counting = forward_edit(
+            decoder,
+            "decoder",
+            _as_before,
+            name="tiled_mlp_decoder_forward",
+            rank=RANK,
+            reason="see whether the decoder ran",
+            to="counts calls",
+            token=(self.name, self.tiles, id(decoder)),
+            exclusive=self.name,
+        )
+        yield replace(counting, hidden=True)
+
+    def audit(self, session: Session) -> None:
+        ours = [record for record in session.records if record.planned.patch is self]
+        calls = sum(record.calls or 0 for record in ours if not record.edit.hidden)
+        runs = sum(record.calls or 0 for record in ours if record.edit.hidden)
+        if runs and not calls:
+            raise SeamNotReachedError(
+                f"{self.name}: the decoder ran {runs} times in the scope entered at {session.location}, and none of its "
+                f"{len(ours) - 1} feed-forward blocks was called: something computes them another way, so nothing was tiled"
+            )
+
+
+def _as_before(prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return prior(*args, **kwargs)
+
+
+class _Tiled:
+    """What stands in for the forward of one place."""
+
+    def __init__(self, place: FeedForward, tiles: int, model: nn.Module) -> None:
+        self.place = place
+        self.tiles = tiles
+        self.model = model
+        self.proved = False
+        self.activation: Any = None
+        if place.roles is not None:
+            function = place.roles.activation
+            has_tensors = isinstance(function, nn.Module) and bool(reached_tensors(function))
+            self.activation = function if has_tensors else identify_activation(function) or function
+
+    def forward(self, prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if not tensors:
+            return prior(*args, **kwargs)
+        hidden_states = tensors[0]
+        tokens = hidden_states.numel() // max(hidden_states.shape[-1], 1)
+        if tokens <= 1 or (tokens < _FEW_TOKENS and not torch.is_grad_enabled()):
+            return prior(*args, **kwargs)
+        roles = self.place.roles
+        if roles is not None and len(args) + len(kwargs) == 1 and _is_as_described(roles, prior, module):
+            return self.dense(roles, module, hidden_states)
+        return self.general(prior, module, args, kwargs)
+
+    def dense(self, roles: Roles, module: nn.Module, hidden_states: Tensor) -> Tensor:
+        children: dict[str, Any] = dict(module._modules)
+        gate = None if roles.gate is None else children[roles.gate]
+        up, down, activation = children[roles.up], children[roles.down], self.activation
+        return tiled_mlp(
+            hidden_states,
+            None if gate is None else gate.weight,
+            up.weight,
+            down.weight,
+            None if gate is None else gate.bias,
+            up.bias,
+            down.bias,
+            activation=activation,
+            activation_parameters=reached_tensors(activation) if isinstance(activation, nn.Module) else (),
+            tiles=self.tiles,
+        )
+
+    def general(self, prior: Callable[..., Any], module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        positions = [index for index, value in enumerate(args) if isinstance(value, Tensor)]
+        names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
+        tensors = [*(args[index] for index in positions), *(kwargs[name] for name in names)]
+
+        def function(*pieces: Tensor) -> Any:
+            cut = list(args)
+            for index, piece in zip(positions, pieces, strict=False):
+                cut[index] = piece
+            return prior(*cut, **{**kwargs, **dict(zip(names, pieces[len(positions) :], strict=True))})
+
+        lead = tensors[0].shape[:-1]
+        if any(tensor.shape[: len(lead)] != lead for tensor in tensors):
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
+            raise UnsupportedError(
+                f"tiled_mlp: {self.place.path} ({type(module).__name__}) of {describe(self.model)} is called with tensors of "
+                f"shapes {shapes}, which do not agree in their tokens; leave out `tiled_mlp`"
+            )
+        self._prove(function, tensors, module)
+        return tiled_call(
+            function,
+            tensors,
+            lambda: reached_tensors(module),
+            self.tiles,
+            recompute_context=_as_it_runs_now(self.model),
+        )
+
+    def _prove(self, function: Callable[..., Any], tensors: Sequence[Tensor], module: nn.Module) -> None:
+        """Once, by value: the last tokens come out the same alone and after others."""
+        if self.proved or torch.compiler.is_dynamo_compiling() or tensors[0].is_meta or _drops_out(module):
+            return
+        dims = tensors[0].ndim - 1
+        rows = [tensor.detach().flatten(0, dims - 1)[-3:] for tensor in tensors]
+        if rows[0].shape[0] < 3:
+            return
+
+        def last_row(start: int) -> Tensor:
+            pieces = (row[start:].reshape(*(1,) * (dims - 1), 3 - start, *row.shape[1:]) for row in rows)
+            out = function(*pieces)
+            out = out if isinstance(out, Tensor) else next(item for item in out if isinstance(item, Tensor))
+            return out.flatten()[-(out.numel() // (3 - start)) :].float()
+
+        with torch.no_grad():
+            together, *others = (last_row(start) for start in (0, 1, 2))
+        scale = float(together.abs().max())
+        # Two looks, since a router inside may choose differently for one token when the last bit differs.
+        if not any(torch.allclose(other, together, rtol=0.05, atol=0.05 * scale) for other in others):
+            raise UnsupportedError(
+                f"tiled_mlp: {self.place.path} ({type(module).__name__}) of {describe(self.model)} does not compute token by "
+                f"token: a token's output changes with the tokens before it. Leave out `tiled_mlp` for this model"
+            )
+        self.proved = True
+
+
+def _is_as_described(roles: Roles, prior: Callable[..., Any], module: nn.Module) -> bool:
+    """Is this block still what it was found to be, with nobody looking on or working inside?"""
+    if getattr(prior, "__func__", None) is not type(module).forward or _any_global_hook():
+        return False
+    children = module._modules
+    for name in roles.projections:
+        child = children.get(name)
+        if (
+            not isinstance(child, nn.Linear)
+            or type(child).forward is not nn.Linear.forward
+            or _is_watched(child)
+            or not _is_plain(child.weight)
+        ):
+            return False
+    if roles.activation_child is not None:
+        child = children.get(roles.activation_child)
+        if child is not roles.activation or _is_watched(child):
+            return False
+    for name in roles.dropouts:
+        child = children.get(name)
+        if not isinstance(child, nn.Dropout) or (child.p and child.training):
+            return False
+    return True
+
+
+def _is_watched(module: Any) -> bool:
+    """Would a call of this module do more than its class's forward?"""
+    return bool(
+        "forward" in module.__dict__
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def _any_global_hook() -> bool:
+    return bool(
+        torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+    )
+
+
+def _is_plain(weight: Any) -> bool:
+    return type(weight) in (nn.Parameter, Tensor)
+
+
+def _drops_out(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.Dropout) and child.training and child.p for child in module.modules())
+
+
+def _as_it_runs_now(model: nn.Module) -> Callable[[], AbstractContextManager[None]] | None:
+    """How to recompute inside this model what runs inside it now, after scopes on it may have been left."""
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    snapshot = _snapshot_of(LIVE, model)
+    return lambda: LIVE.replay(snapshot)
