@@ -137,6 +137,7 @@ def patched(
             f"{shipped[0].name} acts on a model, and the target is {type(target).__name__}: pass the model first, "
             f"as in patched(model, ...)"
         )
+    refuse_two_settings((*shipped, *patches))
     root = unwrap(target).model if is_model else target
     own = (RecomputeAsRun(),) if is_model else ()
     return PatchedScope(target, (*shipped, *patches, *own), root=root, on_foreign=on_foreign, on_compiled=on_compiled)
@@ -148,6 +149,15 @@ def _option(keyword: str, value: Any, kind: type[Any], simple: tuple[type, ...],
     if isinstance(value, simple) and not isinstance(value, bool):
         return kind(value)  # type: ignore[no-any-return]
     raise BadOptionError(f"{keyword} must be {wanted}, got {value!r}")
+
+
+def refuse_two_settings(patches: tuple[Patch, ...]) -> None:
+    """One kind of shipped patch with two different options in one call is a mistake, whichever would win."""
+    known: dict[str, Any] = {}
+    for patch in patches:
+        options = getattr(patch, "options", None)
+        if options is not None and known.setdefault(patch.name, options) != options:
+            raise ConflictError(f"{patch.name} was given twice with other options: keep one of them")
 
 
 def compiled_code_exists() -> bool:

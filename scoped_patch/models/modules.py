@@ -55,6 +55,7 @@ def forward_edit(
     to: str,
     token: Hashable = None,
     exclusive: str | None = None,
+    check: Callable[[Any], None] | None = None,
 ) -> Edit:
     """An edit that runs `forward(prior, module, *args, **kwargs)` in place of this instance's forward.
 
@@ -67,11 +68,14 @@ def forward_edit(
         forward: what runs. Must be traceable where the model is compiled.
         name: the function's own name.
         rank, reason, to, token, exclusive: as in `Edit`. Shipped edits commute.
+        check: called with the prior forward when entering; raises where that one must not be built upon.
     """
     counter = Counter()
     slot = forward_slot(module, label)
 
     def make(prior: Any) -> Any:
+        if check is not None:
+            check(prior)
         return bound_forward(module, prior, forward, counter, name)
 
     return Edit(slot, make, "wrap", reason, rank, commutes=True, token=token, exclusive=exclusive, counter=counter, to=to)
@@ -118,6 +122,11 @@ def module_paths(root: nn.Module) -> dict[int, str]:
 def own_value(module: nn.Module, name: str) -> Any:
     """What the instance itself holds under `name`, or MISSING."""
     return module.__dict__.get(name, MISSING)
+
+
+def is_class_forward(module: nn.Module, forward: Any) -> bool:
+    """Is this bound forward the one that the module's class gives it, put in place by nobody?"""
+    return getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
 
 
 def foreign_forward(module: nn.Module) -> str | None:

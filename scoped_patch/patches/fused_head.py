@@ -9,6 +9,7 @@ first call proves by value that the model does just that.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -20,9 +21,9 @@ from torch import Tensor, nn
 
 from ..engine import Edit, Patch, Support, attribute_slot
 from ..engine.adhoc import signature_of
-from ..engine.errors import BadOptionError, ScopedPatchError, SeamNotReachedError, UnsupportedError
+from ..engine.errors import BadOptionError, ConflictError, ScopedPatchError, SeamNotReachedError, UnsupportedError
 from ..models.head import head_problem, head_terms
-from ..models.modules import foreign_forward, forward_edit, module_paths
+from ..models.modules import foreign_forward, forward_edit, is_class_forward, module_paths
 from ..models.outputs import declare_for, fused_output_class
 from ..models.packing import IGNORE_INDEX, aligned_targets
 from ..models.spec import Anatomy, anatomy, describe
@@ -123,6 +124,7 @@ class FusedHead(Patch):
                 to=f"linear cross entropy ({self.backend})",
                 token=token,
                 exclusive=self.name,
+                check=functools.partial(check_head_forward, leaf, seam.what),
             )
         yield forward_edit(
             model,
@@ -236,7 +238,7 @@ class Seam:
         thread = 0 if torch.compiler.is_dynamo_compiling() else threading.get_ident()
         frames = self.frames
         if frames and frames[-1].thread != thread:
-            raise ScopedPatchError(
+            raise ConflictError(
                 f"fused_head: two threads run {self.what} at once; patched models are run from one thread at a time"
             )
         frame = Frame(targets, labels, temperature, kwargs.get("ignore_index", IGNORE_INDEX), thread)
@@ -308,6 +310,11 @@ class Seam:
         if self.pass_through or not self.frames:
             return prior(hidden_states, *args, **kwargs)
         frame = self.frames[-1]
+        if any(extra is not None for extra in (*args, *kwargs.values())):
+            names = ", ".join([*(type(extra).__name__ for extra in args), *kwargs])
+            raise UnsupportedError(
+                f"fused_head: the head of {self.what} was called with more than hidden states ({names}), which would be ignored"
+            )
         if frame.ran:
             raise UnsupportedError(f"fused_head: {self.what} calls its head more than once per forward, which is not supported")
         frame.ran = True
@@ -376,6 +383,20 @@ class Seam:
         if signature is not None:
             fused_generate.__signature__ = signature  # type: ignore[attr-defined]
         return fused_generate
+
+
+def check_head_forward(head: nn.Module, what: str, prior: Any) -> None:
+    """The fused head stands in for the head's forward and never calls it: that must be the one that is known.
+
+    Raises:
+        UnsupportedError: somebody put another forward on this instance.
+    """
+    if not is_class_forward(head, prior):
+        name = getattr(prior, "__qualname__", type(prior).__name__)
+        raise UnsupportedError(
+            f"fused_head: the forward of the head of {what} was replaced on this instance by {name}, which would never run. "
+            f"Take that off, or leave out `fused`"
+        )
 
 
 def _loss(frame: Frame, num_items: Any) -> Tensor:
