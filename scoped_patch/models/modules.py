@@ -89,6 +89,8 @@ def bound_forward(module: nn.Module, prior: Any, forward: Forward, counter: Coun
             counter.calls += 1
         return forward(prior, self, *args, **kwargs)
 
+    # Not __wrapped__, which unwrapping tools would follow: a patch above may ask which patches are below it.
+    patched_forward.scoped_forward, patched_forward.scoped_prior = forward, prior  # type: ignore[attr-defined]
     patched_forward.__name__ = name
     patched_forward.__qualname__ = name
     patched_forward.__doc__ = getattr(prior, "__doc__", None)
@@ -99,6 +101,17 @@ def bound_forward(module: nn.Module, prior: Any, forward: Forward, counter: Coun
         with contextlib.suppress(ValueError):  # a signature that cannot take one more parameter shows args and kwargs
             patched_forward.__signature__ = signature.replace(parameters=[self_parameter, *parameters])  # type: ignore[attr-defined]
     return types.MethodType(patched_forward, module)
+
+
+def forwards_below(prior: Any) -> Iterator[Forward]:
+    """The functions given to `forward_edit` that a forward is built of, from the outside in."""
+    while True:
+        function = getattr(prior, "__func__", None)
+        forward = getattr(function, "scoped_forward", None)
+        if forward is None:
+            return
+        yield forward
+        prior = function.scoped_prior  # type: ignore[union-attr]
 
 
 def walk(root: nn.Module) -> Iterator[nn.Module]:

@@ -229,7 +229,7 @@ class Seam:
             kwargs["return_dict"] = True
         keep = kwargs.get("logits_to_keep", 0)
         targets = aligned_targets(kwargs, kwargs.get("ignore_index", IGNORE_INDEX))
-        if targets is not None:
+        if targets is not None and not _kept_already(kwargs, keep):
             temperature = _kept_temperature(temperature, keep, targets)
             targets = _kept(targets, keep)
         labels = kwargs.get("labels")
@@ -408,6 +408,12 @@ def _loss(frame: Frame, num_items: Any) -> Tensor:
         num_items = num_items.to(total.device)
     loss: Tensor = total / num_items
     return loss
+
+
+def _kept_already(kwargs: dict[str, Any], keep: Any) -> bool:
+    """As transformers' losses have it: `shift_labels` as long as a list of rows to keep belong to those rows."""
+    given = kwargs.get("shift_labels")
+    return given is not None and isinstance(keep, Tensor) and keep.dtype == torch.int64 and given.shape[1:] == keep.shape
 
 
 def _kept(values: Tensor, keep: Any) -> Tensor:

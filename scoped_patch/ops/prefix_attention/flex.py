@@ -1,0 +1,119 @@
+"""One compiled FlexAttention call with a block mask: for short sequences, windows, softcaps, and fp32 on CUDA."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .kernels import Score
+from .layout import PrefixLayout
+
+_BLOCK = 128
+
+
+def flex_problem(q: Tensor, v: Tensor) -> str | None:
+    """Why FlexAttention cannot do this, or None."""
+    if q.device.type != "cuda":
+        return f"the tensors are on {q.device.type}, its backward needs cuda"
+    if q.dtype == torch.float64:
+        return "the tensors are float64"
+    return None
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: PrefixLayout, how: Score, compiled: bool = True
+) -> Tensor:
+    """q [1, H, N, D], k [1, KV, N, D], v [1, KV, N, Dv] -> [1, H, N, Dv]; differentiable by torch's own means."""
+    run: Any = _compiled() if compiled else _flex()
+    mask = block_mask(layout, how.window, q.device)
+    options = {
+        "block_mask": mask,
+        "scale": how.scale,
+        "enable_gqa": q.shape[1] != k.shape[1],
+        "score_mod": _softcap(how.softcap),
+    }
+    if sinks is None:
+        out: Tensor = run(q, k, v, **options)
+        return out
+    out, norm = run(q, k, v, return_lse=True, **options)
+    # A sink takes its share of the softmax and gives nothing.
+    share: Tensor = torch.sigmoid(norm - sinks.to(norm.dtype)[None, :, None])
+    return (out * share[..., None]).to(q.dtype)
+
+
+def block_mask(layout: PrefixLayout, window: int | None, device: torch.device) -> Any:
+    """The block mask of a layout, made of the blocks' counts and never of all pairs of tokens; remembered by the layout."""
+    return layout.remember(f"block mask {window}", device, lambda: _block_mask(layout, window, device))
+
+
+def _block_mask(layout: PrefixLayout, window: int | None, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    window = layout.effective_window(window)
+    seen = layout.seen(window, device)
+    tokens = layout.tokens
+    blocks = -(-tokens // _BLOCK)
+    starts = torch.arange(blocks, device=device, dtype=torch.int32) * _BLOCK
+    stops = (starts + _BLOCK).clamp(max=tokens)
+    count = torch.zeros(tokens, blocks, dtype=torch.int32, device=device)
+    for first, last in ((seen[0], seen[1]), (seen[2], seen[3])):
+        count += (torch.minimum(last[:, None], stops) - torch.maximum(first[:, None], starts)).clamp(min=0)
+    padded = torch.nn.functional.pad(count, (0, 0, 0, blocks * _BLOCK - tokens)).view(blocks, _BLOCK, blocks)
+    total = padded.sum(1)
+    # A last block that is not filled up is never full: its mask keeps what lies beyond the row out.
+    full = total == _BLOCK * _BLOCK
+    partial = (total > 0) & ~full
+    partial_count, partial_index = _ordered(partial)
+    full_count, full_index = _ordered(full)
+    return BlockMask.from_kv_blocks(
+        partial_count,
+        partial_index,
+        full_count,
+        full_index,
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=_mask_mod(seen),
+        seq_lengths=(tokens, tokens),
+    )
+
+
+def _mask_mod(seen: Tensor) -> Callable[..., Tensor]:
+    own_start, _, prefix_start, prefix_stop = seen
+
+    def prefix_shared(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own: Tensor = (key >= own_start[query]) & (key <= query)
+        shared: Tensor = (key >= prefix_start[query]) & (key < prefix_stop[query])
+        return own | shared
+
+    return prefix_shared
+
+
+def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """[rows, columns] bool -> (count [1, 1, rows], column numbers with the chosen ones first [1, 1, rows, columns])."""
+    index = torch.argsort(chosen.to(torch.int8), dim=1, descending=True, stable=True)
+    return chosen.sum(1).to(torch.int32)[None, None], index.to(torch.int32)[None, None].contiguous()
+
+
+@functools.cache
+def _softcap(softcap: float | None) -> Callable[..., Tensor] | None:
+    if softcap is None:
+        return None
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
+
+
+def _flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention
+
+
+@functools.cache
+def _compiled() -> Any:
+    return torch.compile(_flex(), dynamic=True)
