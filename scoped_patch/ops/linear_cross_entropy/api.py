@@ -136,7 +136,7 @@ def linear_cross_entropy(
         memory=_memory(memory),
     )
     keep = _keep(inputs, settings)
-    log_probs, entropy, sum_sq, is_top1, topk, _, _ = forward_op(
+    log_probs, entropy, sum_sq, is_top1, topk, *_ = forward_op(
         *inputs, *settings, "entropy" in wanted, "sum_sq_probs" in wanted, keep
     )
     out = LinearCrossEntropyOutput()

@@ -18,8 +18,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
 # Products are masked lower than any real one, but high enough to survive a division by a small temperature.
 LOWEST_PRODUCT = tl.constexpr(-1e20)
-# Kept logits are float16; `lse` says later whether a row's fitted.
-KEPT_LIMIT = tl.constexpr(60000.0)
+# Kept scores are float16 and relative to their tile's maximum: exact where it matters, and this far below it p is 0.
+KEPT_LOWEST = tl.constexpr(-60000.0)
 
 
 @triton.jit
@@ -78,8 +78,8 @@ def forward_tiles(
     KEEP: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """Product tiles with a softmax epilogue: per row and tile of columns the maximum, the sum of e = exp(z - max), of
-    e * (z - max) and of e * e, and the label's logit. HIDDEN, WEIGHT and KEPT are tensor descriptors; the products are
-    written only to KEPT, if at all. Rows from COUNT on are skipped.
+    e * (z - max) and of e * e, and the label's logit. HIDDEN, WEIGHT and KEPT are tensor descriptors; the scores are
+    written only to KEPT, if at all, less their maximum. Rows from COUNT on are skipped.
     """
     count = tl.minimum(tl.load(COUNT) - row0, rows)
     row_tiles = tl.cdiv(count, ROWS)
@@ -120,12 +120,7 @@ def forward_tiles(
         if SUM_SQ:
             tl.store(SQUARES + out, tl.sum(e * e, 1), mask=inside)
         if KEEP:
-            if SIMPLE:
-                z = acc * (scale * LN2)[:, None]
-            else:
-                z = acc * LN2
-            z = tl.where(z > KEPT_LIMIT, KEPT_LIMIT, tl.where(z < -KEPT_LIMIT, -KEPT_LIMIT, z))
-            KEPT.store([row0 + pm * ROWS, first], z.to(tl.float16))
+            KEPT.store([row0 + pm * ROWS, first], tl.where(d < KEPT_LOWEST, KEPT_LOWEST, d).to(tl.float16))
         y = tl.load(LABELS + row0 + r, mask=inside, other=-1)
         has_label = (y >= first) & (y < first + COLUMNS) & (y < vocab) & inside
         # Few tiles hold a label of their rows: the others skip the search.
@@ -324,11 +319,11 @@ def backward_tiles(
 
 @triton.jit
 def backward_block(
-    SOURCE, OUT, SOURCE_ROW, SCALE, BIAS, LSE, CONSTANT, ON_LOG_P, ON_P, columns, source_stride, out_stride, vocab0, pre,
-    BLOCK: tl.constexpr, KEPT: tl.constexpr, GATHER: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+    SOURCE, OUT, SOURCE_ROW, SOURCE_TOP, SCALE, BIAS, LSE, CONSTANT, ON_LOG_P, ON_P, columns, source_stride, out_stride, top_stride,
+    vocab0, pre, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, KEPT: tl.constexpr, GATHER: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     PER_LOG_P: tl.constexpr, PER_P: tl.constexpr,
 ):  # fmt: skip
-    """The same from a block in memory: of products, or (KEPT) of the logits that the forward kept. OUT may be SOURCE."""
+    """The same from a block in memory: of products, or (KEPT) of the scores that the forward kept. OUT may be SOURCE."""
     r = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < columns
@@ -339,7 +334,7 @@ def backward_block(
     scale = tl.load(SCALE + r)
     u = x
     if KEPT:
-        z = x * LOG2E
+        z = x + tl.load(SOURCE_TOP + ((vocab0 + c) // COLUMNS).to(tl.int64) * top_stride + source, mask=inside, other=0.0)
         if SOFTCAP:
             u = z / scale
     else:

@@ -8,6 +8,9 @@ from torch import Tensor
 AUTO = 0
 LOW = -1
 
+# Vocabulary rows that a tile of the fused route covers.
+TILE_COLUMNS = 256
+
 # On the CPU a block that stays in the shared cache makes the element-wise passes nearly free.
 _CPU_BLOCK = 16 << 20
 _CPU_LOW = 4 << 20
@@ -39,14 +42,14 @@ def block_width(vocab: int, fitting: int, multiple: int) -> int:
     return min(vocab, width, -(-even // multiple) * multiple)
 
 
-def kept_width(vocab: int) -> int:
-    """Row length of the kept logits: 16-byte rows of float16."""
-    return -(-vocab // 8) * 8
+def kept_shapes(rows: int, vocab: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of what is kept from the forward: float16 scores in 16-byte rows, and the fp32 maximum of each tile of them."""
+    return (rows, -(-vocab // 8) * 8), (-(-vocab // TILE_COLUMNS), rows)
 
 
 def keeps_logits(memory: int, rows: int, vocab: int, device: torch.device) -> bool:
-    """Whether float16 logits [rows, vocab] are kept for the backward."""
-    size = rows * kept_width(vocab) * 2
+    """Whether the logits are kept for the backward, as `kept_shapes` says."""
+    size = rows * (-(-vocab // 8) * 16 + -(-vocab // TILE_COLUMNS) * 4)
     if memory > 0:
         return size <= memory
     if memory == LOW or torch.compiler.is_compiling() or device.type != "cuda":

@@ -10,7 +10,7 @@ from torch import Tensor
 from . import memory as budgets
 from .backends import run_backward, run_forward
 from .errors import SecondOrderGradientError
-from .problem import Head, select
+from .problem import Head, capturing, select
 from .stats import Backward, Outputs, RowGrads
 
 _INPUTS = (
@@ -22,7 +22,9 @@ _SETTINGS = (
     "ScalarType compute_dtype, str backend, int memory"
 )
 # The forward's outputs that the backward reads, in the order of `Outputs` without is_top1.
-_SAVED = "Tensor log_probs, Tensor entropy, Tensor sum_sq_probs, Tensor topk_log_probs, Tensor lse, Tensor kept"
+_SAVED = (
+    "Tensor log_probs, Tensor entropy, Tensor sum_sq_probs, Tensor topk_log_probs, Tensor lse, Tensor kept, Tensor kept_tops"
+)
 
 
 class Inputs(NamedTuple):
@@ -77,8 +79,6 @@ def _split(args: tuple[Any, ...]) -> tuple[Inputs, Settings, tuple[Any, ...]]:
 
 def _forward(*args: Any) -> Outputs:
     inputs, settings, (entropy, sum_sq, keep) = _split(args)
-    width = budgets.kept_width(inputs.weight.shape[0])
-    kept = inputs.hidden.new_empty((inputs.labels.shape[0] if keep else 0, width), dtype=torch.float16)
     return run_forward(
         settings.backend,
         settings.head(inputs),
@@ -90,8 +90,13 @@ def _forward(*args: Any) -> Outputs:
         settings.memory,
         entropy,
         sum_sq,
-        kept,
+        *_room(inputs, keep),
     )
+
+
+def _room(inputs: Inputs, keep: bool) -> tuple[Tensor, Tensor]:
+    scores, tops = budgets.kept_shapes(inputs.labels.shape[0] if keep else 0, inputs.weight.shape[0])
+    return inputs.hidden.new_empty(scores, dtype=torch.float16), inputs.hidden.new_empty(tops, dtype=torch.float32)
 
 
 forward_op = torch.library.custom_op(
@@ -99,7 +104,7 @@ forward_op = torch.library.custom_op(
     _forward,
     mutates_args=(),
     schema=f"({_INPUTS}, {_SETTINGS}, bool entropy, bool sum_sq, bool keep) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -114,8 +119,7 @@ def _(*args: Any) -> Outputs:
 
     topk = inputs.topk_ids
     chosen = inputs.hidden.new_empty(topk.shape, dtype=dtype) if topk is not None else row(False)
-    kept = inputs.hidden.new_empty((rows if keep else 0, budgets.kept_width(inputs.weight.shape[0])), dtype=torch.float16)
-    return row(), row(entropy), row(sum_sq), row(dtype=torch.bool), chosen, row(), kept
+    return row(), row(entropy), row(sum_sq), row(dtype=torch.bool), chosen, row(), *_room(inputs, keep)
 
 
 _BackwardOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -123,8 +127,8 @@ _BackwardOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 def _run_backward(*args: Any) -> _BackwardOutputs:
     upstream: tuple[Tensor | None, ...] = args[:4]
-    log_probs, entropy, sum_sq, topk, lse, kept = args[4:10]
-    inputs, settings, (needs,) = _split(args[10:])
+    log_probs, entropy, sum_sq, topk, lse, kept, kept_tops = args[4:11]
+    inputs, settings, (needs,) = _split(args[11:])
     head, total = settings.head(inputs), inputs.labels.shape[0]
     real = inputs.labels != settings.ignore_index
     flows = torch.zeros_like(real)
@@ -145,8 +149,10 @@ def _run_backward(*args: Any) -> _BackwardOutputs:
         return take(values.to(lse.dtype)) if values is not None else None
 
     kept_rows = None
-    if kept.shape[0] and rows.index is not None:
-        kept_rows = (real.cumsum(0) - 1).index_select(0, rows.index)
+    if kept.shape[0] and (rows.index is not None or capturing(kept)):
+        # The forward brought the rows that count to the front.
+        kept_rows = (real.cumsum(0) - 1).clamp(min=0)
+        kept_rows = kept_rows if rows.index is None else kept_rows.index_select(0, rows.index)
     found = run_backward(
         settings.backend,
         Backward(
@@ -160,6 +166,7 @@ def _run_backward(*args: Any) -> _BackwardOutputs:
             topk_ids=take(inputs.topk_ids),
             topk_log_probs=take(topk),
             kept=kept if kept.shape[0] else None,
+            kept_tops=kept_tops,
             kept_rows=kept_rows,
             memory=settings.memory,
             needs=tuple(needs),
@@ -196,7 +203,7 @@ def _gradient_like(tensor: Tensor | None, needed: bool, hidden: Tensor) -> Tenso
 
 @backward_op.register_fake
 def _(*args: Any) -> _BackwardOutputs:
-    inputs, _settings, (needs,) = _split(args[10:])
+    inputs, _settings, (needs,) = _split(args[11:])
     hidden, weight, bias, extra_hidden, extra_weight = needs
     return (
         inputs.hidden.new_empty(inputs.hidden.shape if hidden else (0,)),
@@ -214,16 +221,16 @@ _DIFFERENTIABLE = (0, 1, 4, 5, 6)  # hidden, weight, bias, extra_hidden, extra_w
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     ctx.set_materialize_grads(False)
-    log_probs, entropy, sum_sq, _, topk, lse, kept = output
-    ctx.mark_non_differentiable(lse, kept)
+    log_probs, entropy, sum_sq, _, topk, lse, kept, kept_tops = output
+    ctx.mark_non_differentiable(lse, kept, kept_tops)
     tensors, settings, (want_entropy, want_sum_sq, _) = _split(inputs)
     ctx.wanted = (True, want_entropy, want_sum_sq, tensors.topk_ids is not None)
-    ctx.save_for_backward(log_probs, entropy, sum_sq, topk, lse, kept, *tensors)
+    ctx.save_for_backward(log_probs, entropy, sum_sq, topk, lse, kept, kept_tops, *tensors)
     ctx.settings = settings
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    log_probs, entropy, sum_sq, _, topk, _, _ = grads
+    log_probs, entropy, sum_sq, _, topk, *_ = grads
     # Under AOTAutograd the empty stand-ins of outputs that were not asked for get (empty) gradients too.
     upstream = [g if w else None for g, w in zip((log_probs, entropy, sum_sq, topk), ctx.wanted, strict=True)]
     needs = [bool(ctx.needs_input_grad[i]) for i in _DIFFERENTIABLE]

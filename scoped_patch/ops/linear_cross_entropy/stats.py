@@ -9,8 +9,9 @@ from torch import Tensor
 
 from .problem import Head, Rows
 
-# (log_probs, entropy, sum_sq_probs, is_top1, topk_log_probs, lse, kept logits); empty where not asked for.
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+# (log_probs, entropy, sum_sq_probs, is_top1, topk_log_probs, lse, kept scores, their tiles' maxima); empty where not
+# asked for.
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass
@@ -24,7 +25,7 @@ class Stats:
     sum_sq_probs: Tensor | None
     topk_logits: Tensor | None  # [N, K]
 
-    def outputs(self, rows: Rows, real: Tensor, kept: Tensor) -> Outputs:
+    def outputs(self, rows: Rows, real: Tensor, kept: Tensor, kept_tops: Tensor) -> Outputs:
         """The operator's outputs: each value at its row, 0 where the label is ignored. `real` [N]: labels that count."""
 
         def place(values: Tensor | None) -> Tensor:
@@ -41,6 +42,7 @@ class Stats:
             place(topk),
             place(self.lse),
             kept,
+            kept_tops,
         )
 
 
@@ -94,7 +96,8 @@ class Backward:
     grads: RowGrads
     topk_ids: Tensor | None  # [N, K]
     topk_log_probs: Tensor | None
-    kept: Tensor | None  # logits that the forward kept, for its rows
+    kept: Tensor | None  # scores that the forward kept, for its rows
+    kept_tops: Tensor
     kept_rows: Tensor | None  # where `rows` are among those; None where they are the same
     memory: int
     needs: tuple[bool, ...]  # hidden, weight, bias, extra_hidden, extra_weight

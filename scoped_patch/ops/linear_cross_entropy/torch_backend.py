@@ -87,6 +87,7 @@ def run_forward(
     entropy: bool,
     sum_sq: bool,
     kept: Tensor,
+    kept_tops: Tensor,
 ) -> Outputs:
     """The operator's outputs, see `stats.Outputs`. This backend keeps no logits: `kept` is handed on as it is."""
     if not capturing(labels):
@@ -95,7 +96,7 @@ def run_forward(
     topk = topk if topk is None or rows.index is None else topk[rows.index]
     stats = _statistics(head, rows, memory, entropy, sum_sq, topk)
     # Ignored labels are only still among the rows when nothing could be counted (graph capture).
-    return stats.outputs(rows, rows.labels != head.ignore_index, kept)
+    return stats.outputs(rows, rows.labels != head.ignore_index, kept, kept_tops)
 
 
 def _statistics(head: Head, rows: Rows, memory: int, entropy: bool, sum_sq: bool, topk: Tensor | None) -> Stats:

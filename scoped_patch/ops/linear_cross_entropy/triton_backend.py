@@ -24,8 +24,8 @@ from .stats import Outputs, merge
 LOG2E = 1 / math.log(2)
 # Rows, columns, inner, stages, warps: on an H200 the fastest of 14 variants forward and of 10 backward, both with one
 # program per multiprocessor and a flattened loop.
-_TILE = (128, 256, 64, 3, 8)
-_INTERPRETED_TILE = (16, 64, 32, 2, 4)
+_TILE = (128, budgets.TILE_COLUMNS, 64, 3, 8)
+_INTERPRETED_TILE = (16, budgets.TILE_COLUMNS, 32, 2, 4)
 GROUP = 16
 # Shared memory that the widest variant (the product's stages and an output tile) needs.
 _SHARED_BYTES = 214_000
@@ -104,10 +104,11 @@ class _Forward:
         self.fourth = torch.zeros_like(self.first) if sum_sq else none.clone()
         self.last = torch.zeros_like(self.first, dtype=torch.bool) if self.final else torch.ones_like(self.first)
 
-    def allocate(self, parts: int, rows: int) -> None:
-        """Room for `parts` column parts of `rows` rows."""
-        store = iter(self.first.new_empty((2 + self.entropy + self.sum_sq, parts, rows)).unbind(0))
-        top, total = next(store), next(store)
+    def allocate(self, parts: int, rows: int, tops: Tensor | None = None) -> None:
+        """Room for `parts` column parts of `rows` rows; the maxima go to `tops` [parts, rows] where given."""
+        store = iter(self.first.new_empty((1 + self.entropy + self.sum_sq, parts, rows)).unbind(0))
+        top = self.first.new_empty((parts, rows)) if tops is None else tops
+        total = next(store)
         self.parts = (top, total, next(store) if self.entropy else top, next(store) if self.sum_sq else top)
         self.count, self.stride = parts, rows
 
@@ -120,12 +121,12 @@ class _Forward:
             BLOCK=32, PARTS=16, ENTROPY=self.entropy, SUM_SQ=self.sum_sq, FINAL=self.final, num_warps=4,
         )  # fmt: skip
 
-    def outputs(self, rows: Rows, real: Tensor, topk_logits: Tensor | None, kept: Tensor) -> Outputs:
+    def outputs(self, rows: Rows, real: Tensor, topk_logits: Tensor | None, kept: Tensor, kept_tops: Tensor) -> Outputs:
         if self.final:
             chosen = self.first.new_empty(0)
             if topk_logits is not None:
                 chosen = torch.where(real[:, None], topk_logits - self.second[:, None], 0)
-            return self.first, self.third, self.fourth, self.last, chosen, self.second, kept
+            return self.first, self.third, self.fourth, self.last, chosen, self.second, kept, kept_tops
         stats = merge(
             self.head,
             self.second,
@@ -135,7 +136,7 @@ class _Forward:
             self.first,
             topk_logits,
         )
-        return stats.outputs(rows, real, kept)
+        return stats.outputs(rows, real, kept, kept_tops)
 
 
 def run_forward(
@@ -149,6 +150,7 @@ def run_forward(
     entropy: bool,
     sum_sq: bool,
     kept: Tensor,
+    kept_tops: Tensor,
 ) -> Outputs:
     """The operator's outputs, see `stats.Outputs`. A `kept` that is not empty is filled where the fused route runs."""
     total = labels.shape[0]
@@ -157,14 +159,16 @@ def run_forward(
     hidden = hidden.to(head.compute_dtype)
     everything = Rows(hidden, None, labels, temperature, total)
     if total and fused_route(head):
-        _fused(state, hidden, labels, real, temperature, kept)
+        _fused(state, hidden, labels, real, temperature, kept, kept_tops)
     elif total:
         _in_blocks(state, hidden, extra_hidden, labels, real, temperature, memory)
     chosen = _chosen_logits(head, hidden, extra_hidden, temperature, topk) if topk is not None else None
-    return state.outputs(everything, real, chosen, kept)
+    return state.outputs(everything, real, chosen, kept, kept_tops)
 
 
-def _fused(state: _Forward, hidden: Tensor, labels: Tensor, real: Tensor, temperature: Tensor, kept: Tensor) -> None:
+def _fused(
+    state: _Forward, hidden: Tensor, labels: Tensor, real: Tensor, temperature: Tensor, kept: Tensor, kept_tops: Tensor
+) -> None:
     """Without waiting for the device: how many rows count is known only there, and the kernels read it there."""
     head = state.head
     total, size = hidden.shape
@@ -184,10 +188,12 @@ def _fused(state: _Forward, hidden: Tensor, labels: Tensor, real: Tensor, temper
     keep = kept.numel() > 0
     target = descriptor(kept[:, :vocab], rows, columns) if keep else x
     tiles = -(-vocab // columns)
-    state.allocate(tiles, min(total, _FORWARD_ROWS))
+    # The maxima of kept scores are kept too, so all rows go in one launch then.
+    launch = total if keep else min(total, _FORWARD_ROWS)
+    state.allocate(tiles, launch, kept_tops if keep else None)
     simple = head.bias is None and head.softcap is None and head.logit_scale > 0
-    for row0 in range(0, total, _FORWARD_ROWS):
-        n = min(_FORWARD_ROWS, total - row0)
+    for row0 in range(0, total, launch):
+        n = min(launch, total - row0)
         grid = min(programs(hidden), -(-n // rows) * tiles)
         k.forward_tiles[(grid,)](
             x, weight, target, local, scale, head.bias, count, *state.parts, state.label_logit,
@@ -224,7 +230,7 @@ def _in_blocks(
         k.block_stats[(n, splits)](
             product, local, scale, head.bias, *state.parts, state.label_logit,
             high - low, product.stride(0), -(-(high - low) // splits), number * splits, state.stride, low, scales(head)[1],
-            BLOCK=64 if k.INTERPRETED else 2048, ENTROPY=state.entropy, SUM_SQ=state.sum_sq, **options(head),
+            BLOCK=256 if k.INTERPRETED else 2048, ENTROPY=state.entropy, SUM_SQ=state.sum_sq, **options(head),
         )  # fmt: skip
     state.combine(local, index, count, 0, n)
 

@@ -23,9 +23,6 @@ from .triton_backend import (
     tile_sizes,
 )
 
-# A row whose log-sum-exp is within this had all its logits that matter within the range of the kept ones.
-_KEPT_SAFE = 59_000.0
-
 
 class _RowTerms:
     """Per-row inputs of the gradient kernels, in units of log 2 where they meet scores."""
@@ -83,8 +80,6 @@ def run_backward(problem: Backward) -> Gradients:
         if hidden.data_ptr() % 16 or hidden.stride(0) * hidden.element_size() % 16:
             hidden = hidden.clone(memory_format=torch.contiguous_format)
         kept = problem.kept
-        if kept is not None and not bool((problem.lse.abs() < _KEPT_SAFE).all()):
-            kept = None
         columns = tile_sizes()[1]
         room = budgets.block_bytes(problem.memory, hidden, kept.nbytes if kept is not None else 0)
         width = budgets.block_width(vocab, room // (n * hidden.element_size()), columns)
@@ -95,7 +90,7 @@ def run_backward(problem: Backward) -> Gradients:
             if kept is None:
                 _tiles(head, hidden, buffer, terms, low, high)
             else:
-                _pass(kept[:, low:], d, head, terms, low, high, problem.kept_rows, kept=True)
+                _pass(kept[:, low:], d, head, terms, low, high, problem.kept_rows, problem.kept_tops)
             terms.add_own_terms(d, low, high)
             _multiply_out(out, d, hidden, None, head, low, high, single=width == vocab and not head.group_name)
         del buffer
@@ -104,7 +99,7 @@ def run_backward(problem: Backward) -> Gradients:
         for low, high in blocks:
             product = blocks.product(low, high)
             d = product if hidden.dtype == torch.float32 else torch.empty_like(product, dtype=hidden.dtype)
-            _pass(product, d, head, terms, low, high, None, kept=False)
+            _pass(product, d, head, terms, low, high)
             terms.add_own_terms(d, low, high)
             _multiply_out(out, d, hidden, rows.extra_hidden, head, low, high, single=False)
     out.sum_over_group(head.group_name)
@@ -124,12 +119,21 @@ def _tiles(head: Head, hidden: Tensor, out: Tensor, terms: _RowTerms, low: int, 
 
 
 def _pass(
-    source: Tensor, d: Tensor, head: Head, terms: _RowTerms, low: int, high: int, source_row: Tensor | None, kept: bool
+    source: Tensor,
+    d: Tensor,
+    head: Head,
+    terms: _RowTerms,
+    low: int,
+    high: int,
+    source_row: Tensor | None = None,
+    tops: Tensor | None = None,
 ) -> None:
-    block = 64 if k.INTERPRETED else 2048
+    """From products, or, with the maxima of their tiles in `tops`, from kept scores."""
+    block = 256 if k.INTERPRETED else 2048
     k.backward_block[(d.shape[0], -(-(high - low) // block))](
-        source, d, source_row, terms.scale, head.bias, *terms.terms, high - low, source.stride(0), d.stride(0), low,
-        scales(head)[1], BLOCK=block, KEPT=kept, GATHER=source_row is not None, **options(head), **terms.flags,
+        source, d, source_row, tops, terms.scale, head.bias, *terms.terms, high - low, source.stride(0), d.stride(0),
+        tops.stride(0) if tops is not None else 0, low, scales(head)[1], BLOCK=block, COLUMNS=budgets.TILE_COLUMNS,
+        KEPT=tops is not None, GATHER=source_row is not None, **options(head), **terms.flags,
     )  # fmt: skip
 
 

@@ -1,0 +1,192 @@
+"""The Triton backend in Triton's interpreter, every kernel against float64; on a GPU the same cases run compiled."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+
+import pytest
+import torch
+
+from scoped_patch.engine.errors import UnsupportedError
+from scoped_patch.ops.linear_cross_entropy import linear_cross_entropy
+from tests.ops.test_linear_cross_entropy import NAMES, call, compare, problem, reference, rel
+
+pytest.importorskip("triton", reason="the Triton backend needs triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    """Decorated while TRITON_INTERPRET=1, the kernels run on the CPU. The variable does not stay."""
+    if DEVICE == "cpu":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            from scoped_patch.ops.linear_cross_entropy import kernels
+        if not kernels.INTERPRETED:
+            pytest.skip("the kernels were imported before, outside the interpreter, and there is no GPU")
+    else:
+        from scoped_patch.ops.linear_cross_entropy import kernels
+    return kernels
+
+
+@pytest.fixture(params=["fused", "blocks"])
+def route(request, monkeypatch):
+    """Both ways through the backend: tiles of our own, and the library's products with one pass over each block."""
+    from scoped_patch.ops.linear_cross_entropy import triton_backend, triton_backward
+
+    if request.param == "blocks":
+        for module in (triton_backend, triton_backward):
+            monkeypatch.setattr(module, "fused_route", lambda head: False)
+    return request.param
+
+
+def grid():
+    """Every vocabulary with every pair of the other options, not their whole product."""
+    for v, option in itertools.product((5, 129, 130, 1000), ("plain", "all", "ignored", "temperature", "softcap", "bias")):
+        yield v, option
+    yield from ((130, o) for o in ("scale", "strided", "budget", "entropy", "sum_sq"))
+
+
+@pytest.mark.parametrize(("v", "option"), list(grid()))
+def test_against_float64(v, option, route):
+    n = 19
+    every = option == "all"
+    x, y = problem(n=n, v=v, bias=every or option == "bias", dtype=torch.float32, ignored=5 * (every or option == "ignored"))
+    options, ref = {}, {}
+    if every or option == "temperature":
+        t = torch.rand(n) + 0.5
+        options["temperature"], ref["temperature"] = t, t.double()
+    if every or option == "softcap":
+        options["softcap"] = ref["softcap"] = 5.0
+    if every or option == "scale":
+        options["logit_scale"] = ref["scale"] = 0.7
+    if option == "strided":
+        x["h"] = torch.randn(16, 2 * n).t()[::2].requires_grad_()
+        x["w"] = torch.randn(v, 40)[:, 4:20].detach().requires_grad_()
+    if every or option == "budget":
+        options["memory"] = 1
+    names = {"entropy": ("log_probs",), "sum_sq": ("log_probs", "sum_sq_probs")}.get(option, NAMES)
+    topk = None
+    if every:
+        topk = torch.randint(0, v, (n, 3))
+        topk[:, 2] = topk[:, 0]
+    compare(x, y, 2e-5, names=names, topk=topk, ref_options=ref, backend="triton", **options)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("ignored", [0, 9])
+def test_kept_logits_give_the_same_gradients(softcap, ignored, monkeypatch):
+    from scoped_patch.ops.linear_cross_entropy import triton_backward
+
+    x, y = problem(v=300, bias=softcap is not None, dtype=torch.float16, ignored=ignored)
+    ref = {"softcap": softcap}
+    kept = []
+    original = triton_backward._pass
+    monkeypatch.setattr(triton_backward, "_pass", lambda *a, **o: (kept.append(len(a) > 6), original(*a, **o)))
+    compare(x, y, 2e-3, ref_options=ref, softcap=softcap, memory=1 << 20, backend="triton")
+    assert kept
+    assert all(kept)
+    kept.clear()
+    compare(x, y, 2e-3, ref_options=ref, softcap=softcap, memory="low", backend="triton")
+    assert not kept
+
+
+def test_kept_logits_out_of_float16_range_are_right():
+    x, y = problem(n=20, v=64, dtype=torch.float16)
+    big = {"h": (x["h"].detach() * 4000).requires_grad_(), "w": (x["w"].detach() * 40).requires_grad_()}
+    out = call(big, y, memory=1 << 20, backend="triton", outputs=("log_probs",))
+    ref = reference(big["h"].double(), big["w"].double(), y)
+    assert float(out.log_probs.detach().abs().max()) > 65504
+    assert rel(out.log_probs, ref["log_probs"]) < 1e-5
+    up = torch.full((20,), 1e-3)
+    got = torch.autograd.grad(out.log_probs, (big["h"],), up)
+    want = torch.autograd.grad(ref["log_probs"], (big["h"],), up.double())
+    assert rel(got[0], want[0]) < 2e-3
+
+
+def test_a_second_backward_over_kept_logits_is_the_same():
+    x, y = problem(v=300, dtype=torch.float16)
+    out = call(x, y, memory=1 << 20, backend="triton")
+    first = torch.autograd.grad(out.log_probs.sum(), (x["h"], x["w"]), retain_graph=True)
+    second = torch.autograd.grad(out.log_probs.sum(), (x["h"], x["w"]))
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+
+
+@pytest.mark.parametrize("v", [5, 130, 1000, 129])
+def test_equal_logits_give_minus_log_v_and_no_phantom_rows(v, route):
+    h, w = torch.zeros(3, 8), torch.zeros(v, 8)
+    out = linear_cross_entropy(h, w, torch.tensor([0, v - 1, 1]), torch.full((v,), -10.0), backend="triton")
+    torch.testing.assert_close(out.log_probs, torch.full((3,), -math.log(v)))
+    torch.testing.assert_close(out.entropy, torch.full((3,), math.log(v)))
+
+
+def test_a_bias_of_minus_infinity_is_probability_zero_without_gradient(route):
+    b = torch.tensor([0.0, 0.0, -math.inf], requires_grad=True)
+    h, w = torch.zeros(2, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
+    out = linear_cross_entropy(h, w, torch.tensor([0, 1]), b, outputs=NAMES, backend="triton")
+    torch.testing.assert_close(out.entropy, torch.full((2,), math.log(2)))
+    torch.testing.assert_close(out.sum_sq_probs, torch.full((2,), 0.5))
+    (out.log_probs + out.entropy + out.sum_sq_probs).sum().backward()
+    assert torch.isfinite(h.grad).all()
+    assert torch.isfinite(w.grad).all()
+    assert float(b.grad[2]) == 0
+    assert float(w.grad[2].abs().max()) == 0
+
+
+@pytest.mark.parametrize("labels", [[1, -100, 2], [-100, -100, -100], []])
+def test_ignored_and_empty_rows(labels, route):
+    h = torch.randn(len(labels), 8, requires_grad=True)
+    w = torch.randn(7, 8, requires_grad=True)
+    y = torch.tensor(labels, dtype=torch.int64)
+    out = linear_cross_entropy(h, w, y, backend="triton", topk_ids=torch.zeros(len(labels), 2, dtype=torch.int64))
+    (out.log_probs.sum() + out.entropy.sum() + out.topk_log_probs.sum()).backward()
+    gone = y == -100
+    zeros = (out.log_probs[gone], out.entropy[gone], h.grad[gone], out.topk_log_probs[gone])
+    assert all(float(t.abs().sum()) == 0 for t in zeros)
+    assert h.grad.shape == h.shape
+    assert (float(w.grad.abs().max()) > 0) == bool((~gone).any())
+
+
+@pytest.mark.parametrize("frozen", ["h", "w", "b", "eh", "ew"])
+def test_frozen_inputs_and_a_second_linear_term(frozen):
+    x, y = problem(r=3, bias=True, dtype=torch.float32, ignored=3)
+    x[frozen] = x[frozen].detach()
+    topk = torch.randint(0, 130, (37, 2))
+    compare(x, y, 2e-5, topk=topk, backend="triton", softcap=9.0, ref_options={"softcap": 9.0})
+
+
+@pytest.mark.parametrize("bad", [9, -1])
+def test_a_label_out_of_range_is_not_a_number(bad):
+    out = linear_cross_entropy(torch.randn(3, 8), torch.randn(9, 8), torch.tensor([0, bad, -100]), backend="triton")
+    assert out.log_probs.isnan().tolist() == [False, True, False]
+
+
+def test_a_nan_in_the_hidden_states_shows(route):
+    h = torch.randn(3, 8)
+    h[1, 2] = math.nan
+    out = linear_cross_entropy(h, torch.randn(300, 8), torch.tensor([0, 1, 2]), backend="triton")
+    assert out.log_probs.isnan().tolist() == [False, True, False]
+
+
+def test_many_rows_take_several_launches(monkeypatch):
+    from scoped_patch.ops.linear_cross_entropy import triton_backend
+
+    monkeypatch.setattr(triton_backend, "_FORWARD_ROWS", 16)
+    x, y = problem(n=50, dtype=torch.float32, ignored=5)
+    compare(x, y, 2e-5, backend="triton")
+
+
+def test_float64_and_the_wrong_device_are_refused(monkeypatch, kernels):
+    x, y = problem()
+    with pytest.raises(UnsupportedError, match="float64"):
+        call(x, y, backend="triton")
+    if os.environ.get("CUDA_VISIBLE_DEVICES") is None and DEVICE == "cpu":
+        monkeypatch.setattr(kernels, "INTERPRETED", False)
+        x, y = problem(dtype=torch.float32)
+        with pytest.raises(UnsupportedError, match="needs a GPU"):
+            call(x, y, backend="triton")
+        assert call(x, y, backend="auto").log_probs is not None
