@@ -37,7 +37,7 @@ from .engine.errors import (
     UnsupportedError,
 )
 from .models.verify import VerifyReport
-from .patches import FusedHead
+from .patches import FusedHead, Ulysses
 
 __version__ = "0.1.0.dev0"
 
@@ -67,6 +67,7 @@ __all__ = [
     "Slot",
     "Support",
     "TargetError",
+    "Ulysses",
     "UnsupportedError",
     "VerifyReport",
     "active",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .engine import Patch, Plan, Scope, Session
-from .engine.errors import BadOptionError, BadTargetError, ConflictError
+from .engine.errors import BadOptionError, BadTargetError, ConflictError, ScopeStateError
 from .engine.session import OnForeign
 from .engine.slots import ClassSlot
 from .models.checkpointing import RecomputeAsRun
@@ -17,6 +17,7 @@ from .models.unwrap import unwrap
 from .models.verify import VerifyReport, verify
 from .patches.fused_head import FusedHead
 from .patches.tiled_mlp import TiledMLP
+from .patches.ulysses import Ulysses
 
 OnCompiled = Literal["error", "reset"]
 
@@ -50,6 +51,35 @@ class ModelSession(Session):
             VerifyReport: outputs, loss and gradients side by side, the worst parameter, the first layer that differs.
         """
         return verify(self, batch, gradients=gradients, temperature=temperature)
+
+    def shard(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of a whole batch, for `sp=Ulysses(..., inputs="sharded")`.
+
+        Tensors [B, S, ...] are cut in dimension 1 and `position_ids` in the last one, into equal parts: padding repeats
+        the last token, is labelled -100, masked where there is a mask, and continues the last positions.
+
+        Raises:
+            ScopeStateError: this scope has no `sp=`.
+        """
+        return self._ulysses().shard(batch)
+
+    def gather(self, x: torch.Tensor, dim: int = 1, length: int | None = None) -> torch.Tensor:
+        """The whole of a cut tensor on every rank: [.., S/n, ..] -> [.., S, ..]. Gradients are summed over ranks.
+
+        Args:
+            dim: the dimension of the tokens.
+            length: S; by default that of the last batch given to `shard()`, or everything that the ranks have.
+
+        Raises:
+            ScopeStateError: this scope has no `sp=`.
+        """
+        return self._ulysses().gather(x, dim, length)
+
+    def _ulysses(self) -> Ulysses:
+        for patch in self.plan.patches:
+            if isinstance(patch, Ulysses):
+                return patch
+        raise ScopeStateError("shard() and gather() belong to a scope with sp=...; this one has none")
 
 
 class PatchedScope(Scope[ModelSession]):
@@ -86,6 +116,7 @@ class PatchedScope(Scope[ModelSession]):
 def patched(
     target: Any = None,
     *patches: Patch,
+    sp: Any = None,
     fused: Any = None,
     tiled_mlp: Any = None,
     on_foreign: OnForeign = "error",
@@ -107,6 +138,8 @@ def patched(
         target: the model, wrapped or not (DDP, FSDP, torch.compile, PEFT, accelerate, value heads); any object, class or
             module for patches of your own; None when they name their targets themselves. Only this instance changes.
         *patches: your own `Patch` objects, `replace_attribute(...)`, `wrap_call(...)`.
+        sp: each sequence spread over ranks: how many (consecutive ranks of the default group), a `ProcessGroup`, a
+            `DeviceMesh` dimension, or a `Ulysses`. Every rank enters the same scope and makes the same calls.
         fused: log-probs and entropy without keeping logits: `"torch"`, `"triton"`, `"auto"`, or a `FusedHead`.
         tiled_mlp: feed-forward blocks in tiles of tokens, keeping the activations of one: how many tiles, or a `TiledMLP`.
         on_foreign: what leaving does about a place that somebody else changed meanwhile: `"error"` leaves it and raises,
@@ -127,6 +160,8 @@ def patched(
     if on_compiled not in ("error", "reset"):
         raise BadOptionError(f"on_compiled must be 'error' or 'reset', got {on_compiled!r}")
     shipped: list[Patch] = []
+    if sp is not None and sp is not False:
+        shipped.append(sp if isinstance(sp, Ulysses) else Ulysses(sp))
     if fused is not None and fused is not False:
         shipped.append(_option("fused", fused, FusedHead, (str,), "'torch', 'triton', 'auto' or a FusedHead"))
     if tiled_mlp is not None and tiled_mlp is not False:

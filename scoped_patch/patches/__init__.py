@@ -1,5 +1,6 @@
 """The shipped patches, one file each."""
 
 from .fused_head import FusedHead
+from .ulysses import Ulysses
 
-__all__ = ["FusedHead"]
+__all__ = ["FusedHead", "Ulysses"]

@@ -1,0 +1,146 @@
+"""How one call of a model is spread over ranks: which tokens are here, and how to cut and gather tensors of it.
+
+The patch that cuts sequences makes one `SequenceShard` per call and announces it for the length of that call; patches
+that look at tokens ask for it. Nothing else in the process knows of it, and no group is global.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..engine.errors import BadOptionError, ScopedPatchError
+from ..ops.sequence_parallel import gather_sequence, pad_sequence, shard_bounds, shard_length
+
+
+class SequenceShard:
+    """One call's sequence, spread over the ranks of a group.
+
+    Attributes:
+        model: the (unwrapped) model that was called.
+        group: the ranks, or None where there is one.
+        ranks, rank: how many, and which one this is.
+        length: S, real tokens of the whole sequence.
+        size: tokens per rank, padding included.
+        cuts_inputs: the caller gave the whole sequence; otherwise ids, labels and temperature came cut.
+        gathers_outputs: the caller gets the whole sequence back.
+        position_ids: whole, [B, S] or [axes, B, S], or None until it is known.
+        attention_mask: whole, as given.
+        targets: in a cut layout, this rank's aligned targets [B, size]; otherwise None.
+        wants_local_hidden: who reads the decoder's output wants this rank's tokens, and gathers itself.
+        attended: how often an attention of this call exchanged heads.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup | None,
+        length: int,
+        *,
+        cuts_inputs: bool = True,
+        gathers_outputs: bool = True,
+    ) -> None:
+        self.model = model
+        self.group = group
+        self.ranks = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.set_length(length)
+        self.cuts_inputs = cuts_inputs
+        self.gathers_outputs = gathers_outputs
+        self.position_ids: Tensor | None = None
+        self.attention_mask: Any = None
+        self.cu_seqlens: Tensor | None = None
+        self.targets: Tensor | None = None
+        self.wants_local_hidden = False
+        self.attended = 0
+        self.config: Any = None
+        self.thread = 0 if torch.compiler.is_dynamo_compiling() else threading.get_ident()
+        self._cuts: list[tuple[Tensor, Tensor]] = []
+
+    def set_length(self, length: int) -> None:
+        """S is known better now (a model may lengthen its sequence before its decoder)."""
+        self.length = length
+        self.size = shard_length(length, self.ranks)
+
+    @property
+    def padded(self) -> int:
+        """Tokens of all ranks together, padding included."""
+        return self.size * self.ranks
+
+    def cut(self, x: Tensor, dim: int, value: float | None = None) -> Tensor:
+        """This rank's tokens of [.., S, ..]; padding repeats the last token, or is `value`."""
+        if x.shape[dim] != self.length:
+            raise BadOptionError(
+                f"sequence parallelism: a tensor {list(x.shape)} should have {self.length} tokens in dimension {dim}"
+            )
+        start, end = shard_bounds(self.length, self.ranks, self.rank)
+        if start == end and value is None:
+            start = end - 1
+        mine = x.narrow(dim, start, end - start)
+        if end - start < self.size:
+            return pad_sequence(mine, dim, self.size, value)
+        # Floats that the whole sequence has are big: a view would keep them all in memory.
+        return mine.clone() if self.ranks > 1 and x.is_floating_point() else mine
+
+    def cut_once(self, x: Tensor, dim: int) -> Tensor:
+        """As `cut`, the same tensor again for the same tensor: every layer is given the same rotary embeddings."""
+        for known, made in self._cuts:
+            if known is x:
+                return made
+        made = self.cut(x, dim)
+        self._cuts.append((x, made))
+        return made
+
+    def gather(self, x: Tensor, dim: int, *, backward: Any = "sum") -> Tensor:
+        """Every rank's tokens, without padding: [.., size, ..] -> [.., S, ..]."""
+        if self.group is None:
+            return x
+        return gather_sequence(x, dim, self.group, length=self.length, backward=backward)
+
+    def bounds(self) -> tuple[int, int]:
+        """The real tokens [start, end) of this rank."""
+        return shard_bounds(self.length, self.ranks, self.rank)
+
+
+_active: list[SequenceShard] = []
+
+
+def announce(shard: SequenceShard) -> None:
+    _active.append(shard)
+
+
+def withdraw(shard: SequenceShard) -> None:
+    """Also takes away what later calls left behind, should they have been interrupted."""
+    while _active:
+        if _active.pop() is shard:
+            return
+
+
+def active_shard(model: nn.Module) -> SequenceShard | None:
+    """How the present call of `model` is spread, or None where it is not."""
+    for shard in reversed(_active):
+        if shard.model is model:
+            return _of_this_thread(shard)
+    return None
+
+
+def shard_of_config(config: Any) -> SequenceShard | None:
+    """The present call whose decoder builds its masks with this very config object."""
+    if config is None:
+        return None
+    for shard in reversed(_active):
+        if shard.config is config:
+            return _of_this_thread(shard)
+    return None
+
+
+def _of_this_thread(shard: SequenceShard) -> SequenceShard | None:
+    if shard.thread and not torch.compiler.is_dynamo_compiling() and shard.thread != threading.get_ident():
+        raise ScopedPatchError(
+            "two threads run one sequence-parallel model at once; patched models are run from one thread at a time"
+        )
+    return shard

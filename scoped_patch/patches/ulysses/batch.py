@@ -1,0 +1,166 @@
+"""A call's tensors: whole or cut, checked, and what a rank must learn of the others' tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...engine.errors import BadOptionError
+from ...models.packing import CU_SEQLENS, IGNORE_INDEX, aligned_targets
+from ...models.sharding import SequenceShard
+from ...models.spec import describe
+from ...ops.sequence_parallel import all_gather, pad_sequence, shard_bounds, shard_length
+
+#: [batch, sequence] arguments of a model's call
+_PER_TOKEN = ("attention_mask", "position_ids", "labels", "shift_labels", "mm_token_type_ids", "token_type_ids")
+
+#: what padding tokens have, where it is not the last token's value
+_PADDING = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX, "attention_mask": 0, "loss_mask": 0, "temperature": 1.0}
+
+
+def sequence_length(model: nn.Module, kwargs: dict[str, Any]) -> int:
+    """Tokens of `input_ids` or `inputs_embeds`.
+
+    Raises:
+        BadOptionError: the call has neither.
+    """
+    for name in ("input_ids", "inputs_embeds"):
+        given = kwargs.get(name)
+        if isinstance(given, Tensor) and given.ndim >= 2:
+            return int(given.shape[1])
+    raise BadOptionError(f"ulysses: {describe(model)} was called without input_ids [B, S] or inputs_embeds [B, S, H]")
+
+
+def check_whole(kwargs: dict[str, Any], length: int, ranks: int) -> None:
+    """Every per-token argument must have as many tokens as the ids.
+
+    Raises:
+        BadOptionError: one has not; says which, and what a cut layout would need.
+    """
+    for name in _PER_TOKEN:
+        given = kwargs.get(name)
+        if not isinstance(given, Tensor) or given.ndim not in (2, 3) or given.shape[-1] == length:
+            continue
+        if name == "attention_mask" and given.ndim == 3:
+            continue
+        raise BadOptionError(
+            f"ulysses: {name} has {given.shape[-1]} tokens and the input {length}. With inputs='full' (the default) every "
+            f"rank passes the whole sequence; for tensors that are cut over the {ranks} ranks already, use "
+            f"sp=Ulysses(..., inputs='sharded')"
+        )
+
+
+def learn_of_others(shard: SequenceShard, kwargs: dict[str, Any]) -> None:
+    """In a cut layout: gather position ids, padding mask and tokens of all ranks, in one collective.
+
+    Afterwards `position_ids` and `attention_mask` in `kwargs` are whole, `shard.targets` holds this rank's aligned
+    targets, and where labels were given `shift_labels` and `num_items_in_batch` say what this rank's share of the loss is.
+    """
+    ids = kwargs.get("input_ids")
+    first = ids if ids is not None else kwargs["inputs_embeds"]
+    batch, size = first.shape[:2]
+    rows: dict[str, Tensor] = {}
+    positions = kwargs.get("position_ids")
+    if positions is None:
+        positions = torch.arange(shard.rank * size, (shard.rank + 1) * size, device=first.device)[None]
+    _check_cut("position_ids", positions, shard)
+    axes = positions if positions.ndim == 3 else positions[None]
+    for axis, values in enumerate(axes):
+        rows[f"position_ids.{axis}"] = values.expand(batch, -1)
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] != shard.length:
+        _check_cut("attention_mask", mask, shard)
+        rows["attention_mask"] = mask
+    given = next((name for name in ("shift_labels", "labels") if kwargs.get(name) is not None), None)
+    if given is not None:
+        _check_cut(given, kwargs[given], shard)
+        rows["targets"] = kwargs[given]
+    elif ids is not None:
+        rows["targets"] = ids
+    stacked = torch.stack([x.to(torch.int64) for x in rows.values()])
+    if shard.group is not None:
+        gathered = all_gather(stacked, shard.group).permute(1, 2, 0, 3).flatten(2)
+    else:
+        gathered = stacked
+    whole = dict(zip(rows, gathered, strict=True))
+
+    ids_of_axes = [whole[f"position_ids.{axis}"] for axis in range(len(axes))]
+    shard.position_ids = torch.stack(ids_of_axes) if positions.ndim == 3 else ids_of_axes[0]
+    kwargs["position_ids"] = shard.position_ids
+    if "attention_mask" in whole:
+        kwargs["attention_mask"] = whole["attention_mask"].to(mask.dtype)  # type: ignore[union-attr]
+    if "targets" not in whole:
+        return
+    known = {"position_ids": shard.position_ids, **{name: kwargs.get(name) for name in CU_SEQLENS}}
+    targets = aligned_targets({**known, "input_ids" if given is None else given: whole["targets"]})
+    assert targets is not None
+    shard.targets = targets.narrow(1, shard.rank * size, size)
+    if kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None:
+        _share_of_loss(kwargs, targets, shard.targets)
+
+
+def cut_targets(shard: SequenceShard, kwargs: dict[str, Any]) -> None:
+    """Whole inputs, cut outputs (multimodal models in a cut layout): this rank's aligned targets and share of the loss."""
+    given = kwargs.get("shift_labels")
+    if isinstance(given, Tensor) and given.shape[1] == shard.size != shard.length:
+        shard.targets = given
+        return
+    whole = aligned_targets(kwargs)
+    if whole is None:
+        return
+    shard.targets = shard.cut(whole, 1, IGNORE_INDEX)
+    if kwargs.get("labels") is not None or given is not None:
+        _share_of_loss(kwargs, whole, shard.targets)
+
+
+def _share_of_loss(kwargs: dict[str, Any], whole: Tensor, mine: Tensor) -> None:
+    """The loss becomes this rank's sum over the count of all ranks, so that the shares add up to one process's mean."""
+    kwargs["shift_labels"] = mine
+    kwargs["labels"] = mine  # models ask whether there are labels, and use the shifted ones
+    if kwargs.get("num_items_in_batch") is None:
+        kwargs["num_items_in_batch"] = (whole != IGNORE_INDEX).sum().clamp(min=1)
+
+
+def _check_cut(name: str, x: Tensor, shard: SequenceShard) -> None:
+    if x.shape[-1] != shard.size:
+        raise BadOptionError(
+            f"ulysses: {name} has {x.shape[-1]} tokens, and this rank's share of the input {shard.size}. With "
+            f"inputs='sharded' ids, position_ids, labels, shift_labels and temperature are this rank's part"
+        )
+
+
+def shard_batch(group: dist.ProcessGroup | None, batch: dict[str, Any]) -> dict[str, Any]:
+    """This rank's part of a whole batch, padded to equal parts.
+
+    Tensors [B, S, ...] are cut in dimension 1, `position_ids` in the last one; others stay. Padding is labelled -100,
+    masked where there is a mask, and continues the last positions.
+    """
+    lengths = [x.shape[1] for name in ("input_ids", "inputs_embeds") if isinstance(x := batch.get(name), Tensor)]
+    if not lengths:
+        raise BadOptionError("shard(): the batch has neither input_ids [B, S] nor inputs_embeds [B, S, H]")
+    length = lengths[0]
+    if group is None:
+        return dict(batch)
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    size = shard_length(length, ranks)
+    made: dict[str, Any] = {}
+    for name, x in batch.items():
+        dim = -1 if name == "position_ids" else 1
+        if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[dim] != length:
+            made[name] = x
+            continue
+        value = _PADDING.get(name)
+        whole = pad_sequence(x, dim % x.ndim, ranks * size, value)
+        if name == "position_ids":
+            whole[..., length:] += torch.arange(1, ranks * size - length + 1, device=x.device)
+        made[name] = whole.narrow(dim, rank * size, size).contiguous()
+    return made
+
+
+def real_tokens(length: int, ranks: int, rank: int) -> int:
+    """How many of a rank's tokens are no padding."""
+    start, end = shard_bounds(length, ranks, rank)
+    return end - start

@@ -1,0 +1,92 @@
+"""From `sp=` to a process group. Groups of consecutive ranks are made once per list of ranks and kept."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...engine.errors import BadOptionError
+from ...ops.sequence_parallel import failures
+
+GroupLike = int | dist.ProcessGroup | DeviceMesh
+
+_made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def check_option(group: Any) -> None:
+    """Refuse what names no group.
+
+    Raises:
+        BadOptionError: not a positive int, a ProcessGroup or a one-dimensional DeviceMesh.
+    """
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise BadOptionError(
+                f"sp: a DeviceMesh must have one dimension, got {group.ndim} ({group.mesh_dim_names}); pass one of them, as "
+                f"in sp=mesh['sp']"
+            )
+        return
+    if isinstance(group, dist.ProcessGroup):
+        return
+    if isinstance(group, bool) or not isinstance(group, int) or group < 1:
+        raise BadOptionError(
+            f"sp must be a number of ranks (int >= 1), a ProcessGroup, a DeviceMesh dimension or a Ulysses, got {group!r}"
+        )
+
+
+def degree(group: GroupLike) -> int:
+    """How many ranks share a sequence."""
+    if isinstance(group, int):
+        return group
+    if isinstance(group, DeviceMesh):
+        return group.size()
+    return dist.get_world_size(group)
+
+
+def problem(group: GroupLike) -> str | None:
+    """Why the group cannot be had in this process now, or None. Creates nothing."""
+    if not isinstance(group, int):
+        if isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0:
+            return "this rank is not in the process group that was passed"
+        return None
+    if group == 1:
+        return None
+    if not (dist.is_available() and dist.is_initialized()):
+        return f"sp={group} needs torch.distributed to be initialised (init_process_group), with a multiple of {group} ranks"
+    world = dist.get_world_size()
+    if world % group:
+        return f"sp={group} does not divide the {world} ranks of the default process group"
+    return None
+
+
+def key(group: GroupLike) -> tuple[str, int]:
+    """What makes two options the same group."""
+    return ("ranks", group) if isinstance(group, int) else ("group", id(group))
+
+
+def resolve(group: GroupLike) -> dist.ProcessGroup | None:
+    """The process group, made when it is first wanted; None for one rank.
+
+    The ranks of an `int` are consecutive: [0, n), [n, 2n), ... Making one involves those ranks only. A group whose
+    collectives went out of step, since a rank failed inside one, is replaced.
+    """
+    if degree(group) == 1:
+        return None
+    if isinstance(group, DeviceMesh):
+        return group.get_group()
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    world = dist.group.WORLD
+    assert world is not None
+    if group == dist.get_world_size() and not failures.is_broken(world):
+        return world
+    first = dist.get_rank() // group * group
+    ranks = tuple(range(first, first + group))
+    known = _made.setdefault(world, {})
+    found = known.get(ranks)
+    if found is None or failures.is_broken(found):
+        found = known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return found

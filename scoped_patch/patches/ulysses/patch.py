@@ -1,0 +1,273 @@
+"""`sp=`: what it asks of a model, and the edits it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...engine import Edit, Patch, Session, Support, attribute_slot, item_slot
+from ...engine.errors import BadOptionError, ScopedPatchError, SeamNotReachedError
+from ...models.attention import (
+    MixingLayer,
+    attention_registry,
+    local_mapping,
+    mask_of_whole_sequence,
+    mask_registry,
+    mixing_layers,
+)
+from ...models.modules import foreign_forward, forward_edit, module_paths
+from ...models.spec import describe, text_config
+from ...models.unwrap import unwrap
+from ...ops.sequence_parallel import HeadLayout, gather_sequence
+from . import groups
+from .batch import shard_batch
+from .seam import Seam
+
+RANK = 20  # around the fused head (10) and tiles (15), inside prefix sharing
+
+
+@dataclass(frozen=True, eq=False)
+class Ulysses(Patch):
+    """`sp=`: each sequence is spread over the ranks of a group, and the model computes as one process would.
+
+    Per softmax attention, forward sends the ranks' queries, keys and values in one all-to-all, so that each rank has some
+    heads of all tokens, and the output back in another; backward the same. Whatever attention implementation the model
+    uses runs in between, on the whole sequence and its whole mask. All else is computed on this rank's tokens only.
+
+    With B rows of S tokens, n ranks and one layer of H query and KV key-value heads of size D, a rank hands
+    `B * ceil(S/n) * (H * D + n * k * 2 * D)` elements to the first all-to-all and `B * ceil(S/n) * H * D` to the second,
+    where k = ceil(KV/n) if n divides KV or the other way round (in general: the key-value heads its query heads need).
+
+    Args:
+        group: how many ranks share a sequence (consecutive ranks of the default group), a `ProcessGroup`, or a
+            one-dimensional `DeviceMesh`, such as `mesh["sp"]`.
+        inputs: `"full"`: every rank passes the same whole batch, and gets the same whole outputs. `"sharded"`: ids,
+            position_ids, labels, shift_labels and temperature are this rank's part (of a text model; multimodal models
+            take whole ids, since images may lie anywhere), and so are the outputs; the parts have equal lengths.
+        grad_reduction: what is done with the gradients of all ranks afterwards. `"mean"`, as DDP and FSDP do over all
+            ranks; or `"sum"` over the ranks of the group. Either way the result is the gradient of one process.
+
+    Raises (when entering):
+        UnsupportedError: the model mixes tokens in a way that is not known, or its heads cannot be shared; says which.
+    """
+
+    group: Any
+    inputs: Literal["full", "sharded"] = "full"
+    grad_reduction: Literal["mean", "sum"] = "mean"
+    name: str = field(default="ulysses", init=False, repr=False)
+    _last_length: list[int] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        groups.check_option(self.group)
+        if self.inputs not in ("full", "sharded"):
+            raise BadOptionError(f"sp: inputs must be 'full' or 'sharded', got {self.inputs!r}")
+        if self.grad_reduction not in ("mean", "sum"):
+            raise BadOptionError(f"sp: grad_reduction must be 'mean' or 'sum', got {self.grad_reduction!r}")
+
+    @property
+    def options(self) -> Hashable:
+        return (groups.key(self.group), self.inputs, self.grad_reduction)
+
+    def supports(self, target: Any) -> Support:
+        unwrapped = unwrap(target)
+        problem = groups.problem(self.group)
+        if problem is not None:
+            return Support(False, problem)
+        model = unwrapped.model
+        try:
+            _, layers = mixing_layers(model)
+        except ScopedPatchError as error:
+            return Support(False, str(error))
+        outside = unwrapped.value_head is not None
+        if outside and (self.grad_reduction == "sum") == (self.inputs == "full") and groups.degree(self.group) > 1:
+            return Support(
+                False,
+                f"the value head of {type(unwrapped.value_head).__name__} lies outside the patched model, and with "
+                f"inputs={self.inputs!r} its gradients are right for grad_reduction="
+                f"{'mean' if self.inputs == 'full' else 'sum'!r} only",
+            )
+        return self._layouts(model, layers)
+
+    def _layouts(self, model: nn.Module, layers: tuple[MixingLayer, ...]) -> Support:
+        ranks = groups.degree(self.group)
+        notes: list[str] = []
+        mixers = [(layer.index, type(m).__name__) for layer in layers for m in layer.mixers]
+        if mixers:
+            where = ", ".join(str(index) for index, _ in mixers)
+            notes.append(f"{mixers[0][1]} (layer {where}) runs on the gathered sequence on every rank")
+        config = text_config(model)
+        heads, kv = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+        if isinstance(heads, int) and any(layer.attentions for layer in layers):
+            kv = kv if isinstance(kv, int) and kv else heads
+            try:
+                layout = HeadLayout(heads, kv, ranks)
+            except ValueError as error:
+                return Support(False, f"{describe(model)}: {error}")
+            if layout.kv_sent is not None:
+                notes.append(f"{kv} key-value heads for {ranks} ranks: each rank is sent {layout.kv_per_rank} of them")
+        foreign = [kind for layer in layers if (kind := foreign_forward(layer.layer))]
+        notes += [f"found a forward put on the instance by somebody else and wrapped it: {kind}" for kind in foreign[:3]]
+        return Support(True, notes=tuple(notes))
+
+    def fingerprint(self, target: Any) -> Hashable:
+        model = unwrap(target).model
+        try:
+            decoder, layers = mixing_layers(model)
+        except ScopedPatchError:
+            return None
+        ready = groups.problem(self.group)
+        return (
+            ready,
+            getattr(getattr(decoder, "config", None), "_attn_implementation", None),
+            tuple(id(layer.layer) for layer in layers),
+        )
+
+    def plan(self, target: Any) -> Iterable[Edit]:
+        model = unwrap(target).model
+        decoder, layers = mixing_layers(model)
+        seam = Seam(self, model, decoder, layers)
+        paths = module_paths(model)
+        token = (self.name, self.options, id(model))
+        common: dict[str, Any] = {"rank": RANK, "token": token, "exclusive": self.name}
+
+        def path(module: nn.Module) -> str:
+            return paths.get(id(module)) or type(module).__name__
+
+        for layer in layers:
+            yield forward_edit(
+                layer.layer,
+                path(layer.layer),
+                seam.layer_forward(layer),
+                name="ulysses_layer_forward",
+                reason="give the layer this rank's positions",
+                to="positions of this rank's tokens",
+                **common,
+            )
+            for mixer in layer.mixers:
+                yield forward_edit(
+                    mixer,
+                    path(mixer),
+                    seam.mixer_forward,
+                    name="ulysses_mixer_forward",
+                    reason="a recurrence needs the whole sequence, sample by sample",
+                    to="gather, run, keep this rank's tokens",
+                    **common,
+                )
+        yield from self._attention_edits(seam, layers, path, common)
+        yield from self._mask_edits(decoder)
+        yield forward_edit(
+            decoder,
+            path(decoder),
+            seam.decoder_forward,
+            name="ulysses_decoder_forward",
+            reason="cut the sequence, gather what comes out",
+            to=f"this rank's tokens of {groups.degree(self.group)} ranks",
+            **common,
+        )
+        if decoder is not model:
+            yield forward_edit(
+                model,
+                type(model).__name__,
+                seam.model_forward,
+                name="ulysses_model_forward",
+                reason="say how the call is spread",
+                to=f"inputs {self.inputs}, gradients for a {self.grad_reduction}",
+                **common,
+            )
+        if hasattr(model, "generate"):
+            yield Edit(
+                attribute_slot(model, "generate", f"{type(model).__name__}.generate"),
+                seam.generate,
+                "wrap",
+                "a key-value cache is not spread over ranks",
+                commutes=True,
+                to="as outside the scope",
+                **common,
+            )
+
+    def _attention_edits(
+        self, seam: Seam, layers: tuple[MixingLayer, ...], path: Any, common: dict[str, Any]
+    ) -> Iterable[Edit]:
+        makers: dict[str, Any] = {}
+        registered: set[tuple[int, str]] = set()
+        for layer in layers:
+            for module in layer.attentions:
+                implementation = getattr(module.config, "_attn_implementation", None)
+                # The name holds the implementation's: code that looks for "flash" in it sees what it saw.
+                name = f"ulysses_{implementation}_{id(seam.model):x}"
+                registry = attention_registry(module)
+                if (id(registry), name) not in registered:
+                    registered.add((id(registry), name))
+                    yield Edit(
+                        item_slot(local_mapping(registry), name, f"{type(registry).__name__}[{name!r}]"),
+                        lambda prior: seam.attention,
+                        "replace",
+                        "run the model's attention on this rank's heads of all tokens",
+                        commutes=True,
+                        to="all-to-all, the model's own attention, all-to-all",
+                        counter=seam.attention_counter,
+                        **common,
+                    )
+                yield Edit(
+                    attribute_slot(module, "config", f"{path(module)}.config"),
+                    makers.setdefault(name, seam.attention_view(name)),
+                    "wrap",
+                    "send this attention through the exchange",
+                    commutes=True,
+                    to=f"a copy that names {name}",
+                    **common,
+                )
+
+    def _mask_edits(self, decoder: nn.Module) -> Iterable[Edit]:
+        registry = mask_registry()
+        name = getattr(getattr(decoder, "config", None), "_attn_implementation", None)
+        if name is None or name not in registry:
+            return
+        yield Edit(
+            item_slot(local_mapping(registry), name, f"{type(registry).__name__}[{name!r}]"),
+            lambda prior: mask_of_whole_sequence(name, prior),
+            "wrap",
+            "masks of the whole sequence, for this model's decoder only",
+            RANK,
+            commutes=True,
+            token=(self.name, "mask", name),
+            to="the same function, told the whole length",
+        )
+
+    def audit(self, session: Session) -> None:
+        calls = {"model": 0, "layers": 0}
+        for record in session.records:
+            if record.planned.patch is self and record.calls is not None:
+                to = record.edit.to
+                if to.startswith("this rank's tokens"):
+                    calls["model"] += record.calls
+                elif to.startswith(("all-to-all", "gather")):
+                    calls["layers"] += record.calls
+        if calls["model"] and not calls["layers"]:
+            raise SeamNotReachedError(
+                f"{self.name}: the decoder ran {calls['model']} times in the scope entered at {session.location}, and none "
+                f"of its attentions exchanged heads"
+            )
+
+    # ------------------------------------------------------------------------------------------------- helpers
+    def shard(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of a whole batch, as `inputs="sharded"` takes it; see `ModelSession.shard`."""
+        made = shard_batch(groups.resolve(self.group), batch)
+        given = batch.get("input_ids")
+        self._last_length[:] = [(given if given is not None else batch["inputs_embeds"]).shape[1]]
+        return made
+
+    def gather(self, x: Tensor, dim: int = 1, length: int | None = None) -> Tensor:
+        """The whole of a cut tensor, on every rank; see `ModelSession.gather`."""
+        group: dist.ProcessGroup | None = groups.resolve(self.group)
+        if group is None:
+            return x
+        if length is None:
+            whole = x.shape[dim] * dist.get_world_size(group)
+            known = self._last_length[0] if self._last_length else whole
+            length = known if 0 <= whole - known < dist.get_world_size(group) else whole
+        return gather_sequence(x, dim, group, length=length)

@@ -1,0 +1,368 @@
+"""The functions that one plan puts into a model: around its call, its decoder, its layers, its attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...engine import Counter
+from ...engine.adhoc import signature_of
+from ...engine.errors import BadOptionError, SeamNotReachedError, UnsupportedError
+from ...models.attention import MixingLayer, bind_positional, config_with_implementation, refresh_config
+from ...models.packing import CU_SEQLENS
+from ...models.sharding import SequenceShard, active_shard, announce, withdraw
+from ...models.spec import describe, forward_names
+from ...ops.sequence_parallel import all_reduce_sum, begin_step, report_failure, scale_gradient
+from .attention import SHARD, attend, mix, no_shard
+from .batch import check_whole, cut_targets, learn_of_others, sequence_length
+from .groups import resolve
+
+_PRIOR = "_scoped_prior_config"
+_CACHES = ("cache", "past_key_values")
+
+#: arguments of decoders that have one entry per token in dimension 1
+_DECODER_PER_TOKEN = ("input_ids", "inputs_embeds", "per_layer_inputs", "visual_pos_masks")
+
+
+class Seam:
+    """What the edits of one plan share. `shards` are the decoder calls that run now, innermost last."""
+
+    def __init__(self, patch: Any, model: nn.Module, decoder: nn.Module, layers: tuple[MixingLayer, ...]) -> None:
+        self.patch = patch
+        self.model = model
+        self.decoder = decoder
+        self.what = describe(model)
+        self.shards: list[SequenceShard] = []
+        self.pass_through = 0
+        self.attention_counter = Counter()
+        self.views: list[tuple[Any, Any, str]] = []
+        self.model_positional = bind_positional(type(model).forward)
+        self.decoder_positional = bind_positional(type(decoder).forward)
+        self.own_loss = "loss_function" not in forward_names(model)
+        self.multimodal = getattr(getattr(model, "config", None), "vision_config", None) is not None
+        self.whole_inputs = patch.inputs == "full" or self.multimodal
+
+    # ------------------------------------------------------------------------------------------------- the model
+    def model_forward(self, prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.pass_through:
+            return prior(*args, **kwargs)
+        kwargs = self._named(self.model_positional, args, kwargs)
+        self._refuse(kwargs)
+        group = resolve(self.patch.group)
+        with _Step(group):
+            shard = self._shard(group, kwargs)
+            announce(shard)
+            try:
+                out = prior(**kwargs)
+            finally:
+                withdraw(shard)
+            return self._finish(out, shard, kwargs)
+
+    def _shard(self, group: dist.ProcessGroup | None, kwargs: dict[str, Any]) -> SequenceShard:
+        """How this call is spread. In a cut layout, `kwargs` come to say what the other ranks have."""
+        length = sequence_length(self.model, kwargs)
+        ranks = 1 if group is None else dist.get_world_size(group)
+        gathers = self.patch.inputs == "full"
+        if self.whole_inputs:
+            check_whole({k: v for k, v in kwargs.items() if gathers or k != "shift_labels"}, length, ranks)
+            shard = SequenceShard(self.model, group, length, gathers_outputs=gathers)
+            if not gathers:
+                self._check_cut_call(kwargs)
+                cut_targets(shard, kwargs)
+            return shard
+        self._check_cut_call(kwargs)
+        shard = SequenceShard(self.model, group, length * ranks, cuts_inputs=False, gathers_outputs=False)
+        learn_of_others(shard, kwargs)
+        return shard
+
+    def _check_cut_call(self, kwargs: dict[str, Any]) -> None:
+        keep = kwargs.get("logits_to_keep", 0)
+        if keep is not None and not (isinstance(keep, int) and keep == 0):
+            raise BadOptionError("ulysses: logits_to_keep is not supported with inputs='sharded': cut the outputs instead")
+        if self.own_loss and kwargs.get("labels") is not None:
+            raise UnsupportedError(
+                f"ulysses: {self.what} computes its loss itself, from labels that it shifts within this rank's part, which "
+                f"is wrong at the part's end. With inputs='sharded' leave labels out and compute the loss from the outputs"
+            )
+
+    def _refuse(self, kwargs: dict[str, Any]) -> None:
+        for name in _CACHES:
+            if kwargs.get(name) is not None:
+                raise UnsupportedError(
+                    f"ulysses: {name} was passed, and a key-value cache is not spread over ranks; use generate()"
+                )
+        if kwargs.get("use_cache") is True:
+            raise UnsupportedError(
+                "ulysses: use_cache=True was passed, and a key-value cache is not spread over ranks. Score and train with "
+                "use_cache=False; generate() works and computes as outside the scope"
+            )
+        config = getattr(self.decoder, "config", None)
+        if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
+            raise UnsupportedError(
+                "ulysses: output_attentions is not supported: attention weights stay on the rank of their head"
+            )
+
+    def _named(self, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        if len(args) > len(names):
+            raise TypeError(f"{self.what} takes at most {len(names)} positional arguments, got {len(args)}")
+        return {**kwargs, **dict(zip(names, args, strict=False))}
+
+    def _finish(self, out: Any, shard: SequenceShard, kwargs: dict[str, Any]) -> Any:
+        """The global loss value of a cut layout, and the gradient's scale, on everything that leaves the model."""
+        mean = self.patch.grad_reduction == "mean"
+        factor = (1.0 if mean else 1.0 / shard.ranks) if shard.gathers_outputs else (float(shard.ranks) if mean else 1.0)
+        if not shard.gathers_outputs and shard.group is not None and kwargs.get("labels") is not None:
+            self._globalise_loss(out, shard)
+        return _map_floats(out, lambda x: scale_gradient(x, factor)) if factor != 1 else out
+
+    def _globalise_loss(self, out: Any, shard: SequenceShard) -> None:
+        """Every rank reports the whole loss; its gradient stays that of this rank's share."""
+        loss = getattr(out, "loss", None)
+        if not isinstance(loss, Tensor):
+            return
+        share = loss.detach()
+        aux = getattr(out, "aux_loss", None)
+        weight = getattr(self.model, "router_aux_loss_coef", None)
+        if isinstance(aux, Tensor) and weight is not None:
+            common = weight * aux.detach().to(share.device)  # of the whole sequence already, on every rank
+            total = all_reduce_sum(share - common, shard.group) + common  # type: ignore[arg-type]
+        else:
+            total = all_reduce_sum(share, shard.group)  # type: ignore[arg-type]
+        out.loss = loss + (total - share)
+
+    # ------------------------------------------------------------------------------------------------- the decoder
+    def decoder_forward(self, prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.pass_through:
+            return prior(*args, **kwargs)
+        kwargs = self._named(self.decoder_positional, args, kwargs)
+        self._refuse({**kwargs, "use_cache": None} if module is not self.model else kwargs)
+        shard = active_shard(self.model)
+        if shard is not None:
+            return self._run_decoder(prior, module, shard, kwargs)
+        group = resolve(self.patch.group)  # the decoder was called on its own
+        with _Step(group):
+            shard = self._shard(group, kwargs)
+            announce(shard)
+            try:
+                return self._run_decoder(prior, module, shard, kwargs)
+            finally:
+                withdraw(shard)
+
+    def _run_decoder(self, prior: Callable[..., Any], module: nn.Module, shard: SequenceShard, kwargs: dict[str, Any]) -> Any:
+        self._prepare(module, shard, kwargs)
+        as_tuple = kwargs.get("return_dict") is False
+        kwargs["return_dict"] = True
+        for view, config, name in self.views:
+            if not torch.compiler.is_dynamo_compiling():
+                refresh_config(view, config, name)
+        shard.config = getattr(module, "config", None)
+        self.shards.append(shard)
+        try:
+            out = prior(**kwargs)
+        finally:
+            self.shards.pop()
+            shard.config = None
+        self._gather(out, shard)
+        return out.to_tuple() if as_tuple else out
+
+    def _prepare(self, module: nn.Module, shard: SequenceShard, kwargs: dict[str, Any]) -> None:
+        given = kwargs.get("input_ids")
+        first: Tensor = given if given is not None else kwargs["inputs_embeds"]
+        length = first.shape[1]
+        if not shard.cuts_inputs:
+            if length != shard.size:
+                raise BadOptionError(f"ulysses: the decoder was given {length} tokens, and this rank's part has {shard.size}")
+        elif length != shard.length:
+            shard.set_length(length)
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            positions = shard.position_ids
+        if positions is None:
+            positions = torch.arange(shard.length, device=first.device)[None]
+        shard.position_ids = kwargs["position_ids"] = positions
+        shard.attention_mask = kwargs.get("attention_mask")
+        shard.cu_seqlens = next((kwargs[n] for n in CU_SEQLENS if isinstance(kwargs.get(n), Tensor)), None)
+        if shard.cuts_inputs and shard.group is not None:
+            _cut_visual_rows(shard, kwargs)
+            for name in _DECODER_PER_TOKEN:
+                if isinstance(kwargs.get(name), Tensor):
+                    kwargs[name] = shard.cut(kwargs[name], 1, 0 if name == "visual_pos_masks" else None)
+        kwargs["use_cache"] = False
+        for name in _CACHES:
+            kwargs.pop(name, None)
+        if "logits_to_keep" in kwargs:
+            kwargs["logits_to_keep"] = 0  # the model cuts what comes out; it would cut this rank's part here
+
+    def _gather(self, out: Any, shard: SequenceShard) -> None:
+        if shard.group is None:
+            return
+        last = out.last_hidden_state
+        if shard.gathers_outputs and not shard.wants_local_hidden:
+            whole = shard.gather(last, 1)
+            states = getattr(out, "hidden_states", None)
+            if states:
+                others = [x for x in states if x is not last]
+                stacked = iter(shard.gather(torch.stack(others), 2)) if others else iter(())
+                out.hidden_states = tuple(whole if x is last else next(stacked) for x in states)
+            out.last_hidden_state = whole
+        routers = getattr(out, "router_logits", None)
+        if routers:
+            out.router_logits = self._gather_router_logits(routers, last.shape[0], shard)
+
+    def _gather_router_logits(self, routers: tuple[Tensor, ...], batch: int, shard: SequenceShard) -> tuple[Tensor, ...]:
+        """All layers in one collective. In a cut layout every rank has the same auxiliary loss of them, so that each takes
+        the gradient of its own tokens only."""
+        shaped = [x.reshape(batch, shard.size, -1) for x in routers]
+        how = "sum" if shard.gathers_outputs else "slice"
+        whole = shard.gather(torch.cat(shaped, -1), 1, backward=how)
+        parts = torch.split(whole, [x.shape[-1] for x in shaped], -1)
+        return tuple(part if x.ndim == 3 else part.flatten(0, 1) for part, x in zip(parts, routers, strict=True))
+
+    # ------------------------------------------------------------------------------------------------- the layers
+    def layer_forward(self, layer: MixingLayer) -> Callable[..., Any]:
+        def sharded_layer(prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not self.shards:
+                return prior(*args, **kwargs)
+            shard = self.shards[-1]
+            if shard.group is not None:
+                for name, value in kwargs.items():
+                    if name.startswith("position_embeddings"):
+                        kwargs[name] = _cut_rotary(shard, value)
+                positions = kwargs.get("position_ids")
+                if isinstance(positions, Tensor) and positions.shape[-1] == shard.length:
+                    kwargs["position_ids"] = shard.cut_once(positions, positions.ndim - 1)
+            if layer.takes_kwargs:
+                kwargs[SHARD] = shard
+            before = shard.attended
+            out = prior(*args, **kwargs)
+            if layer.attentions and shard.attended == before:
+                raise SeamNotReachedError(
+                    f"ulysses: layer {layer.index} of {self.what} ran and its {type(layer.attentions[0]).__name__} never "
+                    f"looked its attention function up: the tokens of other ranks were not seen"
+                )
+            return out
+
+        return sharded_layer
+
+    def mixer_forward(self, prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        shard = kwargs.pop(SHARD, None)
+        if shard is None and self.shards:
+            shard = self.shards[-1]
+        if shard is None:
+            if self.pass_through:
+                return prior(*args, **kwargs)
+            raise no_shard(module)
+        return mix(prior, shard, module, args, kwargs)
+
+    def attention_view(self, name: str) -> Callable[[Any], Any]:
+        """From an attention's config to the one that names our attention function; layers that share one share the other."""
+        made: list[tuple[Any, Any]] = []
+
+        def make(config: Any) -> Any:
+            for known, view in made:
+                if known is config:
+                    return view
+            view = config_with_implementation(config, name)
+            view.__dict__[_PRIOR] = config
+            made.append((config, view))
+            self.views.append((view, config, name))
+            return view
+
+        return make
+
+    def attention(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        """The entry of the attention interface under this plan's name."""
+        shard = kwargs.pop(SHARD, None)
+        if shard is None and self.shards:
+            shard = self.shards[-1]
+        config = module.config.__dict__[_PRIOR]  # type: ignore[union-attr]
+        if shard is None:
+            if not self.pass_through:
+                raise no_shard(module)
+            shard = SequenceShard(self.model, None, query.shape[2])
+        if not torch.compiler.is_dynamo_compiling():
+            self.attention_counter.calls += 1
+        shard.attended += 1
+        return attend(shard, module, config, query, key, value, attention_mask, kwargs)
+
+    # ------------------------------------------------------------------------------------------------- generate
+    def generate(self, prior: Callable[..., Any]) -> Callable[..., Any]:
+        def unsharded_generate(*args: Any, **kwargs: Any) -> Any:
+            self.pass_through += 1
+            try:
+                return prior(*args, **kwargs)
+            finally:
+                self.pass_through -= 1
+
+        unsharded_generate.__doc__ = prior.__doc__
+        signature = signature_of(prior)
+        if signature is not None:
+            unsharded_generate.__signature__ = signature  # type: ignore[attr-defined]
+        return unsharded_generate
+
+
+class _Step:
+    """One call on all ranks of a group; an exception that leaves it is told to the others."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = None if torch.compiler.is_dynamo_compiling() else group
+
+    def __enter__(self) -> None:
+        if self.group is not None:
+            begin_step(self.group)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self.group is not None and error is not None:
+            report_failure(self.group, error)
+
+
+def _cut_rotary(shard: SequenceShard, value: Any) -> Any:
+    """(cos, sin) [.., S, D], one tensor, or a dict of such: this rank's rows."""
+    if isinstance(value, Tensor):
+        whole = value.ndim >= 2 and value.shape[-2] == shard.length
+        return shard.cut_once(value, value.ndim - 2) if whole else value
+    if isinstance(value, dict):
+        return {k: _cut_rotary(shard, v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_cut_rotary(shard, v) for v in value)
+    return value
+
+
+def _cut_visual_rows(shard: SequenceShard, kwargs: dict[str, Any]) -> None:
+    """Rows of visual embeddings that a decoder adds to its first layers: those of this rank's visual tokens."""
+    mask, embeds = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
+    if not isinstance(mask, Tensor) or not embeds:
+        return
+    start, end = shard.bounds()
+    order = torch.full(mask.shape, -1, dtype=torch.int64, device=mask.device)
+    order[mask] = torch.arange(int(mask.sum()), device=mask.device)
+    mine = order[:, start:end]
+    rows = mine[mine >= 0]
+    kwargs["deepstack_visual_embeds"] = [x[rows] for x in embeds]
+
+
+def _map_floats(out: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply to every floating tensor with a gradient in an output (a dataclass, a mapping, a tuple), in place where named."""
+    if isinstance(out, Tensor):
+        return change(out) if out.is_floating_point() and out.requires_grad else out
+    if isinstance(out, (tuple, list)):
+        return type(out)(_map_floats(x, change) for x in out)
+    if hasattr(out, "__dataclass_fields__"):
+        for name in out.__dataclass_fields__:
+            value = getattr(out, name)
+            if isinstance(value, (Tensor, tuple, list)):
+                setattr(out, name, _map_floats(value, change))
+        return out
+    return out
