@@ -37,7 +37,7 @@ from .engine.errors import (
     UnsupportedError,
 )
 from .models.verify import VerifyReport
-from .patches import FusedHead, Ulysses
+from .patches import FusedHead, PackedGroups, PrefixGrouper, Ulysses, pack_prefix_groups
 
 __version__ = "0.1.0.dev0"
 
@@ -54,10 +54,12 @@ __all__ = [
     "LeakError",
     "ModelSession",
     "OutOfOrderExit",
+    "PackedGroups",
     "Patch",
     "PatchErrorGroup",
     "PatchedScope",
     "Plan",
+    "PrefixGrouper",
     "Record",
     "RestoreError",
     "ScopeStateError",
@@ -73,6 +75,7 @@ __all__ = [
     "active",
     "assert_clean",
     "attribute_slot",
+    "pack_prefix_groups",
     "patched",
     "replace_attribute",
     "replace_item",

@@ -16,6 +16,7 @@ from .models.checkpointing import RecomputeAsRun
 from .models.unwrap import unwrap
 from .models.verify import VerifyReport, verify
 from .patches.fused_head import FusedHead
+from .patches.prefix_grouper import PrefixGrouper
 from .patches.tiled_mlp import TiledMLP
 from .patches.ulysses import Ulysses
 
@@ -119,6 +120,7 @@ def patched(
     sp: Any = None,
     fused: Any = None,
     tiled_mlp: Any = None,
+    prefix_grouper: Any = None,
     on_foreign: OnForeign = "error",
     on_compiled: OnCompiled = "error",
 ) -> PatchedScope:
@@ -142,6 +144,7 @@ def patched(
             `DeviceMesh` dimension, or a `Ulysses`. Every rank enters the same scope and makes the same calls.
         fused: log-probs and entropy without keeping logits: `"torch"`, `"triton"`, `"auto"`, or a `FusedHead`.
         tiled_mlp: feed-forward blocks in tiles of tokens, keeping the activations of one: how many tiles, or a `TiledMLP`.
+        prefix_grouper: rows that begin alike compute their common prefix once: True, or a `PrefixGrouper`.
         on_foreign: what leaving does about a place that somebody else changed meanwhile: `"error"` leaves it and raises,
             `"keep"` leaves it, `"restore"` puts the original back.
         on_compiled: what entering does about edits of module classes when compiled code exists, which would not see them:
@@ -166,6 +169,9 @@ def patched(
         shipped.append(_option("fused", fused, FusedHead, (str,), "'torch', 'triton', 'auto' or a FusedHead"))
     if tiled_mlp is not None and tiled_mlp is not False:
         shipped.append(_option("tiled_mlp", tiled_mlp, TiledMLP, (int,), "a number of tiles or a TiledMLP"))
+    if prefix_grouper is not None and prefix_grouper is not False:
+        prefix_grouper = PrefixGrouper() if prefix_grouper is True else prefix_grouper
+        shipped.append(_option("prefix_grouper", prefix_grouper, PrefixGrouper, (), "True or a PrefixGrouper"))
     is_model = isinstance(target, nn.Module)
     if shipped and not is_model:
         raise BadTargetError(

@@ -1,0 +1,160 @@
+"""Leading a decoder's softmax attention to the shared-prefix operation.
+
+Each attention module of one model gets a copy of its config that names an attention function of ours; the decoder's own
+config is untouched, so everything else the model decides by that name stays as it is. Calls that belong to no grouped
+forward go to the function that the module's own config names.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...engine.errors import SeamNotReachedError, UnsupportedError
+from ...models.attention import MixingLayer, ModuleView, attention_function, config_with_implementation, refresh_config
+from ...models.spec import describe, text_config
+from ...ops.prefix_attention import PrefixLayout, prefix_attention
+
+#: our entry in transformers' table of attention functions, there while a scope is live
+ENTRY_NAME = "scoped_patch_prefix"
+#: the keyword argument in which a grouped forward reaches its attention, in the first run and in recomputation
+CALL_KEYWORD = "scoped_prefix_call"
+_PRIOR = "_scoped_prefix_prior_config"
+
+
+@dataclass(eq=False)
+class PrefixCall:
+    """One grouped forward, as its attention sees it.
+
+    Attributes:
+        layout: the packed row.
+        backend: of the operation.
+        reached: ids of the attention modules that came by.
+    """
+
+    layout: PrefixLayout
+    backend: str
+    reached: set[int] = field(default_factory=set)
+
+
+def attention_problem(model: nn.Module, layers: Iterable[MixingLayer]) -> str | None:
+    """Why not every layer's mixing of tokens can be led to the operation, or None."""
+    what = describe(model)
+    config = text_config(model)
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return f"{what} has layers that attend within chunks, whose borders a shared prefix does not keep"
+    if getattr(config, "use_bidirectional_attention", None) or "token_type_ids" in _parameters(type(model)):
+        return f"{what} lets image tokens see ahead, which a causal shared prefix does not have"
+    for layer in layers:
+        if layer.mixers:
+            return (
+                f"layer {layer.index} of {what} mixes tokens with a {type(layer.mixers[0]).__name__}, whose state runs from "
+                f"one response into the next; only softmax attention can share a prefix"
+            )
+    return None
+
+
+def _parameters(cls: type) -> frozenset[str]:
+    return frozenset(inspect.signature(cls.forward).parameters)  # type: ignore[attr-defined]
+
+
+class RoutedConfigs:
+    """Copies of configs that name our attention function: one per config, the same one at every entry of a plan."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[Any, Any]] = []
+
+    def __call__(self, prior: Any) -> Any:
+        for config, routed in self._known:
+            if config is prior:
+                return routed
+        routed = config_with_implementation(prior, ENTRY_NAME)
+        routed.__dict__[_PRIOR] = prior
+        self._known.append((prior, routed))
+        return routed
+
+    def refresh(self) -> None:
+        """Somebody may have set an option of a config since."""
+        for config, routed in self._known:
+            refresh_config(routed, config, ENTRY_NAME)
+            routed.__dict__[_PRIOR] = config
+
+
+def attention_entry(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Our entry of the table: query [1, H, N, D] -> ([1, N, H, Dv], None)."""
+    call: PrefixCall | None = kwargs.pop(CALL_KEYWORD, None)
+    if call is None:
+        config: Any = module.config.__dict__[_PRIOR]
+        function = attention_function(module, config._attn_implementation)
+        made: tuple[Tensor, Tensor | None] = function(
+            ModuleView(module, config=config), query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+        return made
+    if dropout:
+        raise UnsupportedError(
+            f"prefix_grouper: {type(module).__name__} drops attention out (p={dropout}), which would be one draw for all rows "
+            f"of a group; set attention_dropout to 0 or call model.eval()"
+        )
+    if kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
+        raise UnsupportedError(
+            f"prefix_grouper: {type(module).__name__} asks for attention that is not plainly causal (a position bias, or "
+            f"is_causal=False), which a shared prefix does not have"
+        )
+    # Sequence parallelism shows us a view of the module.
+    call.reached.add(id(module.__dict__.get("_viewed_module", module)))
+    sinks = kwargs.get("s_aux")
+    out = prefix_attention(
+        query,
+        key,
+        value,
+        call.layout,
+        scale=scaling,
+        window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+        sinks=sinks if sinks is not None else _sinks(module),
+        backend=call.backend,  # type: ignore[arg-type]
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _sinks(module: nn.Module) -> Tensor | None:
+    """Some eager functions read the sinks from the module instead of their arguments."""
+    sinks = getattr(module, "sinks", None)
+    return sinks if isinstance(sinks, Tensor) else None
+
+
+def check_reached(call: PrefixCall, layers: Iterable[MixingLayer], what: str) -> None:
+    """Every attention module must have come by, or its layer ran on something else.
+
+    Raises:
+        SeamNotReachedError: one did not.
+    """
+    for layer in layers:
+        missed = [module for module in layer.attentions if id(module) not in call.reached]
+        if missed:
+            raise SeamNotReachedError(
+                f"prefix_grouper: layer {layer.index} of {what} ran and its {type(missed[0]).__name__} never came past the "
+                f"shared-prefix attention: something has replaced its forward, or drops keyword arguments"
+            )
+
+
+def no_mask(tokens: int, device: torch.device) -> Tensor:
+    """A mask that mask builders pass on as it is (4-D), and that attention outside our entry fails on: it has no rows.
+
+    Not a float: casts of inputs make new tensors of those.
+    """
+    return torch.empty(0, 1, 1, tokens, dtype=torch.bool, device=device)
