@@ -82,7 +82,10 @@ class TiledMLP(Patch):
         return Support(True, skipped=found.skipped, notes=tuple(dict.fromkeys(notes)))
 
     def fingerprint(self, target: Any) -> Hashable:
-        blocks = layer_blocks(unwrap(target).model)
+        try:
+            blocks = list(layer_blocks(unwrap(target).model))
+        except ScopedPatchError:
+            return None  # `supports` says what is missing
         return tuple((id(block), *map(id, block._modules.values()), "_old_forward" in block.__dict__) for block in blocks)
 
     def plan(self, target: Any) -> Iterable[Edit]:
@@ -202,28 +205,31 @@ class _Tiled:
         )
 
     def _prove(self, function: Callable[..., Any], tensors: Sequence[Tensor], module: nn.Module) -> None:
-        """Once, by value: the last tokens come out the same alone and after others."""
+        """Once, by value: tokens come out the same alone as together."""
         if self.proved or torch.compiler.is_dynamo_compiling() or tensors[0].is_meta or _drops_out(module):
             return
         dims = tensors[0].ndim - 1
-        rows = [tensor.detach().flatten(0, dims - 1)[-3:] for tensor in tensors]
-        if rows[0].shape[0] < 3:
+        flat = [tensor.detach().flatten(0, dims - 1) for tensor in tensors]
+        tokens = len(flat[0])
+        if tokens < 3:
             return
 
-        def last_row(start: int) -> Tensor:
-            pieces = (row[start:].reshape(*(1,) * (dims - 1), 3 - start, *row.shape[1:]) for row in rows)
-            out = function(*pieces)
+        def rows(*indices: int) -> list[Tensor]:
+            out = function(*(row[list(indices)].reshape(*(1,) * (dims - 1), -1, *row.shape[1:]) for row in flat))
             out = out if isinstance(out, Tensor) else next(item for item in out if isinstance(item, Tensor))
-            return out.flatten()[-(out.numel() // (3 - start)) :].float()
+            return list(out.reshape(len(indices), -1).float()) if out.numel() % len(indices) == 0 else []
 
+        middle, last = tokens // 2, tokens - 1
         with torch.no_grad():
-            together, *others = (last_row(start) for start in (0, 1, 2))
-        scale = float(together.abs().max())
-        # Two looks, since a router inside may choose differently for one token when the last bit differs.
-        if not any(torch.allclose(other, together, rtol=0.05, atol=0.05 * scale) for other in others):
+            together = rows(0, middle, last)
+            alone = [*rows(middle), *rows(last)]
+        scale = max((float(row.abs().max()) for row in together), default=0.0)
+        close = [torch.allclose(*pair, rtol=0.05, atol=0.05 * scale) for pair in zip(together[1:], alone, strict=False)]
+        # One of two is enough: a router inside may choose differently for a token when the last bit differs.
+        if close and not any(close):
             raise UnsupportedError(
                 f"tiled_mlp: {self.place.path} ({type(module).__name__}) of {describe(self.model)} does not compute token by "
-                f"token: a token's output changes with the tokens before it. Leave out `tiled_mlp` for this model"
+                f"token: a token's output changes with the tokens beside it. Leave out `tiled_mlp` for this model"
             )
         self.proved = True
 

@@ -1,0 +1,180 @@
+"""Tiled equals untiled on every family: outputs to 1e-6, gradients to 1e-5, routers recorded once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scoped_patch import UnsupportedError, patched
+from scoped_patch.models.feed_forward import find_feed_forwards
+from tests.support.models import gpt2, token_ids
+from tests.support.scores import take_gradients
+from tests.tiny_models import BUILDERS, build, text_decoder
+
+MIXTURES = ("qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v3", "kimi_linear", "qwen3_vl_moe", "qwen3_5_moe", "kimi_k25")
+
+#: what each family's blocks are, by place
+PLACES = {
+    "qwen3_moe": ["dense", "experts"],
+    "glm4_moe": ["dense", "experts", "dense"],
+    "gpt_oss": ["experts", "experts"],
+    "deepseek_v3": ["dense", "experts", "dense"],
+    "kimi_linear": ["dense", "experts", "dense"],
+    "qwen3_vl_moe": ["dense", "experts"],
+    "qwen3_5_moe": ["experts", "dense", "experts", "dense"],
+    "kimi_k25": ["dense", "experts", "dense"],
+}
+
+
+def drawn(family: str, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
+    attention = "eager" if family == "gpt_oss" else "sdpa"
+    return build(family, attn=attention, **{"initializer_range": 0.3, **options})
+
+
+def step(model: nn.Module, batch: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    out = model(**batch)
+    out.loss.backward()
+    return out, take_gradients(model)
+
+
+def assert_equal_runs(model: nn.Module, batch: dict[str, Any], tiles: int, *, gradient: float = 1e-5) -> Any:
+    wanted, right = step(model, batch)
+    with patched(model, tiled_mlp=tiles) as scope:
+        out, found = step(model, batch)
+    assert (out.loss - wanted.loss).abs() <= 1e-6 * wanted.loss.abs()
+    assert (out.logits - wanted.logits).abs().max() <= 1e-6 * wanted.logits.abs().max()
+    assert found.keys() == right.keys()
+    largest = max(float(g.abs().max()) for g in right.values())
+    for name, theirs in right.items():
+        # A gradient that is zero but for rounding is measured against the largest of all.
+        scale = max(float(theirs.abs().max()), 1e-3 * largest)
+        assert float((found[name] - theirs).abs().max()) <= gradient * scale, name
+    return scope, wanted, out
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_every_family(family: str) -> None:
+    model, batch = drawn(family)
+    kinds = [place.kind for place in find_feed_forwards(model).places]
+    assert kinds == PLACES.get(family, ["dense", "dense"])
+    if family in MIXTURES:
+        batch["output_router_logits"] = True
+    scope, wanted, out = assert_equal_runs(model, batch, tiles=5)
+    calls = [record.calls for record in scope.records if not record.edit.hidden and record.patch == "tiled_mlp"]
+    assert calls == [1] * len(kinds)
+    if family in MIXTURES:
+        assert len(out.router_logits) == len(wanted.router_logits) > 0
+        for ours, theirs in zip(out.router_logits, wanted.router_logits, strict=True):
+            assert ours.shape == theirs.shape
+            assert (ours - theirs).abs().max() <= 2e-6 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("family", ["llama", "apertus", "gemma3_text", "qwen3_moe", "glm4_moe", "gpt_oss", "qwen3_5_text"])
+@pytest.mark.parametrize(("rows", "length", "tiles"), [(3, 7, 4), (2, 5, 16), (1, 9, 1)])
+def test_several_rows_and_odd_lengths(family: str, rows: int, length: int, tiles: int) -> None:
+    model, batch = drawn(family)
+    ids = token_ids(rows, length)
+    assert_equal_runs(model, {**batch, "input_ids": ids, "labels": ids}, tiles)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v3", "kimi_linear"])
+def test_routers_run_once_per_layer_and_carry_the_aux_loss(family: str) -> None:
+    model, batch = drawn(family)
+    ids = token_ids(2, 11)
+    batch |= {"input_ids": ids, "labels": ids, "output_router_logits": True}
+    routers = [m for n, m in text_decoder(model).named_modules() if n.endswith((".gate", ".router"))]
+    calls: list[int] = []
+    handles = [router.register_forward_hook(lambda *_: calls.append(1)) for router in routers]
+
+    def auxiliary() -> dict[str, Tensor]:
+        logits = model(**batch).router_logits
+        assert [len(one) for one in logits] == [22] * len(routers)
+        sum(one.float().softmax(-1).square().sum() for one in logits).backward()
+        return take_gradients(model)
+
+    right = auxiliary()
+    calls.clear()
+    with patched(model, tiled_mlp=4):
+        found = auxiliary()
+    assert len(calls) == len(routers) > 0, "once per layer: not per tile, and not again in the backward"
+    assert any("gate" in name or "router" in name for name in right)
+    for name, theirs in right.items():
+        assert (found[name] - theirs).abs().max() <= 1e-5 * max(float(theirs.abs().max()), 1e-6), name
+    for handle in handles:
+        handle.remove()
+
+
+def test_experts_beside_the_dense_block_of_a_layer() -> None:
+    """gemma4 with experts: they are a child of the layer itself."""
+    model, batch = drawn("gemma4_text", enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32)
+    assert sorted(place.kind for place in find_feed_forwards(model).places) == ["dense", "dense", "experts", "experts"]
+    assert_equal_runs(model, batch, tiles=4)
+
+
+def test_the_implementation_of_experts_is_the_users() -> None:
+    for implementation in ("eager", "batched_mm", "grouped_mm"):
+        model, batch = drawn("qwen3_moe")
+        model.set_experts_implementation(implementation)
+        assert_equal_runs(model, batch, tiles=4)
+
+
+def test_blocks_of_unknown_inside_are_recomputed_whole_and_said_to_be() -> None:
+    """gpt2's projections are no `nn.Linear`."""
+    model = gpt2()
+    assert {place.kind for place in find_feed_forwards(model).places} == {"whole"}
+    ids = token_ids(2, 11)
+    scope, _, _ = assert_equal_runs(model, {"input_ids": ids, "labels": ids}, tiles=4)
+    assert "4 tiles, whole forward recomputed" in str(scope.explain())
+
+
+def test_a_block_that_is_called_with_more_than_hidden_states() -> None:
+    """bloom hands the residual to the block."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    torch.manual_seed(0)
+    model = BloomForCausalLM(BloomConfig(vocab_size=128, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3))
+    ids = token_ids(2, 11)
+    assert_equal_runs(model, {"input_ids": ids, "labels": ids, "use_cache": False}, tiles=4)
+
+
+def test_a_block_that_mixes_tokens_is_refused() -> None:
+    from transformers import RwkvConfig, RwkvForCausalLM
+
+    torch.manual_seed(0)
+    model = RwkvForCausalLM(RwkvConfig(vocab_size=128, hidden_size=32, num_hidden_layers=2, initializer_range=0.3)).train()
+    for name, parameter in model.named_parameters():
+        if "time_mix" in name:
+            parameter.data.uniform_(0.2, 0.8)
+    with (
+        patched(model, tiled_mlp=4),
+        pytest.raises(UnsupportedError, match=r"feed_forward \(RwkvFeedForward\) .* does not compute token by token"),
+    ):
+        model(input_ids=token_ids(1, 11), use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("Mamba", r"no decoder layer has a feed-forward child of its own; looked for mlp, feed_forward, .* in backbone"),
+        ("JetMoe", "mlp: a JetMoeMoE of unknown inside that holds JetMoeTopKGating, whose outputs are recorded"),
+        ("Llama4Text", "experts: Llama4TextExperts.forward takes hidden states alone"),
+        ("BertLMHeadModel", "has no text decoder that could be found"),
+    ],
+)
+def test_models_without_a_block_to_tile_are_refused_by_name(family: str, message: str) -> None:
+    import transformers
+
+    name = "Bert" if family.startswith("Bert") else family
+    cls = getattr(transformers, family if name == "Bert" else f"{name.removesuffix('Text')}ForCausalLM")
+    options = {"interleave_moe_layer_step": 1} if name == "Llama4Text" else {}
+    config = getattr(transformers, f"{name}Config")(hidden_size=48, num_hidden_layers=1, vocab_size=64, **options)
+    with torch.device("meta"):
+        model = cls(config)
+    if name == "Llama4Text":
+        model.model.layers[0].feed_forward.shared_expert = None  # which could be tiled
+    with pytest.raises(UnsupportedError, match=f"tiled_mlp: .*{cls.__name__}.*{message}"):
+        patched(model, tiled_mlp=4).plan()
