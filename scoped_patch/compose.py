@@ -37,7 +37,7 @@ class ModelSession(Session):
                 self.resets_compiler = False
                 reset_compiler()
 
-    def verify(self, batch: dict[str, Any], *, gradients: bool = True, temperature: float = 1.0) -> VerifyReport:
+    def verify(self, batch: dict[str, Any], *, gradients: bool = True, temperature: Any = None) -> VerifyReport:
         """Run the model on a batch with and without this scope and compare.
 
         Dropout is off (the model runs in eval mode), seeds are fixed, and gradients and training flags are as before
@@ -46,7 +46,8 @@ class ModelSession(Session):
         Args:
             batch: keyword arguments of the model's call; with `labels` the loss is compared too.
             gradients: also run backward both ways and compare every parameter's gradient (takes one more copy of them).
-            temperature: divides the logits on both sides.
+            temperature: divides the logits on both sides: a number, or a tensor [B] or [B, S]. By default that of the batch,
+                or of the scope.
 
         Returns:
             VerifyReport: outputs, loss and gradients side by side, the worst parameter, the first layer that differs.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine import LIVE, Session
-from ..engine.errors import BadTargetError, ScopeStateError
+from ..engine.errors import BadTargetError
 from .packing import IGNORE_INDEX, aligned_targets
 from .unwrap import unwrap
 
@@ -108,7 +108,7 @@ def verify(
     batch: dict[str, Any],
     *,
     gradients: bool = True,
-    temperature: float = 1.0,
+    temperature: float | Tensor | None = None,
     tolerance: float | None = None,
     worst: int = 5,
 ) -> VerifyReport:
@@ -123,12 +123,18 @@ def verify(
     if not isinstance(batch, dict):
         raise BadTargetError(f"verify() takes the keyword arguments of the model's call as a dict, got {type(batch).__name__}")
     model, inner = session.target, unwrap(session.target).model
+    batch = dict(batch)
+    in_batch = batch.pop("temperature", None)
+    scores: list[Any] = [patch for patch in session.plan.patches if patch.name == "fused_head"]
+    if temperature is None:
+        temperature = in_batch if in_batch is not None else next((patch.temperature for patch in scores), 1.0)
+    patched_batch = {**batch, "temperature": temperature} if scores else batch
     if tolerance is None:
         floats = {p.dtype for p in inner.parameters() if p.is_floating_point()}
         tolerance = 5e-2 if floats & {torch.bfloat16, torch.float16} else 1e-4
     with _quiet(inner) as parameters:
         plain = _run(model, inner, batch, gradients, temperature, _without(session), parameters)
-        changed = _run(model, inner, batch, gradients, temperature, _within(session), parameters)
+        changed = _run(model, inner, patched_batch, gradients, temperature, _within(session), parameters)
     comparisons = [
         _compare(what, plain.values[what], changed.values[what])
         for what in plain.values
@@ -156,7 +162,7 @@ def _run(
     inner: nn.Module,
     batch: dict[str, Any],
     gradients: bool,
-    temperature: float,
+    temperature: float | Tensor,
     scope: contextlib.AbstractContextManager[None],
     parameters: dict[str, nn.Parameter],
 ) -> _Run:
@@ -190,13 +196,12 @@ def _scalar(values: dict[str, Tensor]) -> Tensor:
     return next(iter(values.values())).float().square().sum()
 
 
-def _scores(out: Any, batch: dict[str, Any], temperature: float) -> dict[str, Tensor]:
+def _scores(out: Any, batch: dict[str, Any], temperature: float | Tensor) -> dict[str, Tensor]:
     values: dict[str, Tensor] = {}
-    if getattr(out, "loss", None) is not None:
+    # A model's own loss knows no temperature, so with one the log-probs are compared, and gone backward from.
+    if getattr(out, "loss", None) is not None and not isinstance(temperature, Tensor) and temperature == 1.0:
         values["loss"] = out.loss
     if getattr(out, "log_probs", None) is not None:
-        if temperature != 1.0:
-            raise ScopeStateError("verify(temperature=...) needs the scope to use it too: put it on the scope instead")
         values["log_probs"] = out.log_probs
         if out.entropy is not None:
             values["entropy"] = out.entropy
@@ -204,7 +209,10 @@ def _scores(out: Any, batch: dict[str, Any], temperature: float) -> dict[str, Te
         values["logits"] = out.logits
         targets = aligned_targets(batch)
         if targets is not None and out.logits.shape[:-1] == targets.shape:
-            logits = (out.logits.double() if out.logits.dtype == torch.float64 else out.logits.float()) / temperature
+            logits = out.logits.double() if out.logits.dtype == torch.float64 else out.logits.float()
+            if isinstance(temperature, Tensor):  # one per row or per token
+                temperature = temperature.reshape(*temperature.shape, *(1,) * (logits.ndim - temperature.ndim))
+            logits = logits / temperature
             lse = logits.log_softmax(-1)
             ignored = targets == IGNORE_INDEX
             values["log_probs"] = lse.gather(-1, targets.clamp(min=0)[..., None])[..., 0].masked_fill(ignored, 0.0)
