@@ -69,14 +69,6 @@ class Exchange:
         if interrupt is not None:
             raise interrupt
 
-    def copy(self) -> None:
-        """Overwrite the live content; for an engine whose old weights are gone already."""
-        for live, staged in self.pairs:
-            live.copy_(staged)
-        for holder, key, _, new in self.scalars:
-            _assign(holder, key, new)
-        self._synchronize()
-
     def _move(self, new: bool) -> None:
         if self._journal is not None:
             at, swapped, live_before, staged_before = self._journal

@@ -274,7 +274,7 @@ class WeightUpdate:
 
     @property
     def progress(self) -> tuple[int, int]:
-        layers = [layer for model in self._models for layer in model.shadow.layers if layer.params]
+        layers = [layer for model in self._models for layer in model.shadow.layers if layer.required]
         return sum(layer.processed for layer in layers), len(layers)
 
     # ------------------------------------------------------------------------------------------------- inside
@@ -284,10 +284,7 @@ class WeightUpdate:
             self._processed += processed
             return
         exchange = self._exchange_of(processed)
-        if self.baseline == "discarded":
-            exchange.copy()
-        else:
-            exchange.swap()
+        exchange.swap()
         self._committed_bytes += exchange.nbytes
         self._committed += [result.layer for result in processed]
         for layer, _ in results:

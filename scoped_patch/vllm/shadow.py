@@ -63,6 +63,10 @@ class ShadowLayer:
         return any(p.real is not None or p.sources for p in self.params.values())
 
     @property
+    def required(self) -> bool:
+        return any(p.optional is None for p in self.params.values())
+
+    @property
     def method(self) -> Any:
         return getattr(self.live, "quant_method", None)
 
