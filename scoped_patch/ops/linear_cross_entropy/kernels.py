@@ -16,8 +16,6 @@ LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 # In place of -inf, so that no inf - inf and no 0 * inf comes up; its exp2 is 0.
 LOWEST = tl.constexpr(-1e30)
-# Products are masked lower than any real one, but high enough to survive a division by a small temperature.
-LOWEST_PRODUCT = tl.constexpr(-1e20)
 # Kept scores are float16 and relative to their tile's maximum: exact where it matters, and this far below it p is 0.
 KEPT_LOWEST = tl.constexpr(-60000.0)
 
@@ -98,37 +96,36 @@ def forward_tiles(
         first = pn * COLUMNS
         c = first + tl.arange(0, COLUMNS)
         if SIMPLE:
-            # Scaling after the maximum turns a product and a difference into one fused multiply-add.
-            if first + COLUMNS > vocab:
-                acc = tl.where(c[None, :] < vocab, acc, LOWEST_PRODUCT)
-            top = tl.max(acc, 1) * scale
-            d = acc * scale[:, None] - top[:, None]
+            z = acc * scale[:, None]
         else:
             bias = 0.0
             if HAS_BIAS:
                 bias = tl.load(BIAS + c, mask=c < vocab, other=0.0).to(tl.float32)[None, :]
             z, _ = _activate(acc, scale[:, None], pre, bias, HAS_BIAS, SOFTCAP)
-            acc = tl.where(c[None, :] < vocab, z, LOWEST)
-            top = tl.max(acc, 1)
-            d = acc - top[:, None]
-        e = tl.exp2(d)
-        out = pn.to(tl.int64) * partial_stride + r
-        tl.store(TOP + out, top, mask=inside)
-        tl.store(TOTAL + out, tl.sum(e, 1), mask=inside)
-        if ENTROPY:
-            tl.store(CENTRED + out, tl.sum(e * d, 1), mask=inside)
-        if SUM_SQ:
-            tl.store(SQUARES + out, tl.sum(e * e, 1), mask=inside)
+        # Only the last tile of columns has any beyond the vocabulary.
+        if first + COLUMNS > vocab:
+            z = tl.where(c[None, :] < vocab, z, LOWEST)
+        top = tl.max(z, 1)
+        d = z - top[:, None]
         if KEEP:
             KEPT.store([row0 + pm * ROWS, first], tl.where(d < KEPT_LOWEST, KEPT_LOWEST, d).to(tl.float16))
+        e = tl.exp2(d)
+        total = tl.sum(e, 1)
+        centred = tl.sum(e * d, 1) if ENTROPY else total
+        squares = tl.sum(e * e, 1) if SUM_SQ else total
         y = tl.load(LABELS + row0 + r, mask=inside, other=-1)
         has_label = (y >= first) & (y < first + COLUMNS) & (y < vocab) & inside
-        # Few tiles hold a label of their rows: the others skip the search.
+        # Few tiles hold a label of their rows: the others skip the search. (Triton 3.6 cannot flatten a loop that ends
+        # in a branch.)
         if tl.max(has_label.to(tl.int32), 0) > 0:
-            z = tl.sum(tl.where(c[None, :] == y[:, None], acc, 0.0), 1)
-            if SIMPLE:
-                z *= scale
-            tl.store(LABEL_LOGIT + row0 + r, z, mask=has_label)
+            tl.store(LABEL_LOGIT + row0 + r, tl.sum(tl.where(c[None, :] == y[:, None], z, 0.0), 1), mask=has_label)
+        out = pn.to(tl.int64) * partial_stride + r
+        tl.store(TOP + out, top, mask=inside)
+        tl.store(TOTAL + out, total, mask=inside)
+        if ENTROPY:
+            tl.store(CENTRED + out, centred, mask=inside)
+        if SUM_SQ:
+            tl.store(SQUARES + out, squares, mask=inside)
 
 
 @triton.jit

@@ -191,7 +191,7 @@ def _fused(
     # The maxima of kept scores are kept too, so all rows go in one launch then.
     launch = total if keep else min(total, _FORWARD_ROWS)
     state.allocate(tiles, launch, kept_tops if keep else None)
-    simple = head.bias is None and head.softcap is None and head.logit_scale > 0
+    simple = head.bias is None and head.softcap is None
     for row0 in range(0, total, launch):
         n = min(launch, total - row0)
         grid = min(programs(hidden), -(-n // rows) * tiles)
