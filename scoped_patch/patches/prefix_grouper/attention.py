@@ -8,9 +8,10 @@ forward go to the function that the module's own config names.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from ...engine.errors import SeamNotReachedError, UnsupportedError
 from ...models.attention import MixingLayer, ModuleView, attention_function, config_with_implementation, refresh_config
 from ...models.spec import describe, text_config
 from ...ops.prefix_attention import PrefixLayout, prefix_attention
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 #: our entry in transformers' table of attention functions, there while a scope is live
 ENTRY_NAME = "scoped_patch_prefix"
@@ -34,11 +37,13 @@ class PrefixCall:
     Attributes:
         layout: the packed row.
         backend: of the operation.
+        attend: `attend` of this file, kept out of compiled graphs.
         reached: ids of the attention modules that came by.
     """
 
     layout: PrefixLayout
     backend: str
+    attend: Callable[..., tuple[Tensor, None]]
     reached: set[int] = field(default_factory=set)
 
 
@@ -104,6 +109,20 @@ def attention_entry(
             ModuleView(module, config=config), query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
         return made
+    return call.attend(call, module, query, key, value, scaling, dropout, kwargs)
+
+
+def attend(
+    call: PrefixCall,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """One layer's attention of a grouped call."""
     if dropout:
         raise UnsupportedError(
             f"prefix_grouper: {type(module).__name__} drops attention out (p={dropout}), which would be one draw for all rows "
@@ -135,6 +154,13 @@ def _sinks(module: nn.Module) -> Tensor | None:
     """Some eager functions read the sinks from the module instead of their arguments."""
     sinks = getattr(module, "sinks", None)
     return sinks if isinstance(sinks, Tensor) else None
+
+
+def opaque(function: F) -> F:
+    """Keep a compiler out of a function. (Where none is loaded there is nothing to keep out, and loading it takes seconds.)"""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    kept_out: F = function if dynamo is None else dynamo.disable(function)
+    return kept_out
 
 
 def check_reached(call: PrefixCall, layers: Iterable[MixingLayer], what: str) -> None:

@@ -85,35 +85,41 @@ def find_media(model: nn.Module, kwargs: dict[str, Any], real: Tensor) -> list[M
         if pixels is None:
             continue
         config: Any = getattr(model, "config", None)
-        token, merge = (
-            getattr(config, token_name, None),
-            getattr(getattr(config, "vision_config", None), "spatial_merge_size", None),
-        )
-        if grid is None or token is None or merge is None:
+        token, tokens = getattr(config, token_name, None), _token_counts(getattr(config, "vision_config", None), grid)
+        if grid is None or token is None or tokens is None:
             raise UnsupportedError(
                 f"prefix_grouper: {pixels_name} of {describe(model)} cannot be matched with tokens: looked for {grid_name} in "
-                f"the call and for {token_name} and vision_config.spatial_merge_size in the config"
+                f"the call, for {token_name} and for vision_config.spatial_merge_size or merge_kernel_size in the config"
             )
         sizes: list[int] = grid.prod(-1).tolist()
         if sum(sizes) != pixels.shape[0]:
             raise BadOptionError(
                 f"prefix_grouper: {pixels_name} has {pixels.shape[0]} patches, and {grid_name} says {sum(sizes)}"
             )
-        owner, spans = _owners(kwargs["input_ids"], real, token, [n // merge**2 for n in sizes], pixels_name)
+        owner, spans = _owners(kwargs["input_ids"], real, token, tokens, pixels_name)
         found.append(Media(pixels_name, grid_name, pixels, grid, sizes, owner, _alike(pixels, grid, sizes), spans))
     return found
 
 
-def cut_at_media(shared: int, media: list[Media], row: int, first: int) -> int:
-    """Shorten a shared prefix of `shared` tokens of a row so that it ends before or after a picture, never within.
+def _token_counts(vision: Any, grid: Tensor | None) -> list[int] | None:
+    """How many tokens each item has, or None where the config does not say."""
+    side, kernel = getattr(vision, "spatial_merge_size", None), getattr(vision, "merge_kernel_size", None)
+    counts: list[int] | None = None
+    if grid is not None and isinstance(side, int):
+        counts = (grid.prod(-1) // side**2).tolist()
+    elif grid is not None and isinstance(kernel, (tuple, list)):  # frames are pooled into one
+        counts = (grid[:, 1] // kernel[0] * (grid[:, 2] // kernel[1])).tolist()
+    return counts
 
-    Args:
-        first: the column of the row's first real token (rows with pictures have no holes).
-    """
+
+def cut_at_media(shared: int, media: list[Media], row: int, real: Tensor) -> int:
+    """Shorten a shared prefix of `shared` real tokens of a row so that it ends before or after a picture, never within."""
     for one in media:
-        for of_row, start, stop in one.spans:
-            if of_row == row and start - first < shared <= stop - first:
-                shared = start - first
+        for of_row, first, last in one.spans:
+            if of_row == row:
+                before, within = int(real[row, :first].sum()), int(real[row, first : last + 1].sum())
+                if before < shared < before + within:
+                    shared = before
     return shared
 
 

@@ -20,7 +20,7 @@ class ScoredRows:
     Attributes:
         rows: int64 [K], tokens of the packed row.
         targets: int64 [K], what each is scored against.
-        temperature: [K] fp32, or a number.
+        temperature: [1, K], or a number.
         of_cell: int64 [B * S], the scored row whose result a cell shows, -1 for none.
         shape: (B, S).
     """
@@ -64,7 +64,9 @@ def targets_of(packing: Packing, kwargs: dict[str, Any], real: Tensor, ignore_in
     return shift(labels, ignore_index).masked_fill(~counted, ignore_index)
 
 
-def scored_rows(packing: Packing, targets: Tensor, temperature: float | Tensor, keep: Any, ignore_index: int) -> ScoredRows:
+def scored_rows(
+    packing: Packing, targets: Tensor, temperature: float | Tensor, keep: Any, ignore_index: int, share: bool = True
+) -> ScoredRows:
     """The rows to score: each response token's, the last prefix token's once per response, and each of the other prefix
     tokens' once per group wherever its members agree on the target and the temperature.
 
@@ -72,6 +74,7 @@ def scored_rows(packing: Packing, targets: Tensor, temperature: float | Tensor, 
         targets: int64 [B, S], from `targets_of`.
         temperature: a number, [], [B], or [B, S] like the targets.
         keep: columns to score, as `logits_to_keep` says.
+        share: False scores prefix tokens once per member.
     """
     device = packing.source.device
     flat = targets.to(device).flatten()
@@ -79,17 +82,17 @@ def scored_rows(packing: Packing, targets: Tensor, temperature: float | Tensor, 
     origin = packing.before if packing.by_token else packing.source
     scored = (flat != ignore_index) & (origin >= 0) & wanted.flatten()
     heat = _per_cell(temperature, packing)
-    twin = packing.twin
+    cell = torch.arange(len(flat), device=device)
+    twin = packing.twin if share else cell
     same = scored[twin] & (flat == flat[twin])
     if heat is not None:
         same &= heat[twin] == heat
-    cell = torch.arange(len(flat), device=device)
     twin = torch.where(same, twin, cell)
     chosen = (scored & (twin == cell)).nonzero()[:, 0]
     number = torch.full_like(cell, -1)
     number[chosen] = torch.arange(len(chosen), device=device)
     of_cell = number[twin].masked_fill(~scored, -1)
-    per_row = heat[chosen] if heat is not None else temperature
+    per_row = heat[chosen][None] if heat is not None else temperature
     return ScoredRows(origin[chosen], flat[chosen], per_row, of_cell, packing.shape)
 
 
