@@ -161,12 +161,12 @@ def find_head(model: nn.Module) -> nn.Module | None:
 
 
 def head_leaves(head: nn.Module) -> tuple[nn.Module, ...]:
-    """The layers under PEFT's `modules_to_save` and torch's checkpoint wrapper that can be the active head."""
+    """The layers under PEFT's `modules_to_save`, FSDP1 and torch's checkpoint wrapper that can be the active head."""
     saved = head._modules.get("modules_to_save")
     if saved is not None and "original_module" in head._modules:
         original = head._modules["original_module"]
         return tuple(m for m in (original, *saved._modules.values()) if m is not None)
-    inner = head._modules.get("_checkpoint_wrapped_module")
+    inner = next((head._modules[n] for n in ("_checkpoint_wrapped_module", "_fsdp_wrapped_module") if n in head._modules), None)
     return head_leaves(inner) if inner is not None else (head,)
 
 
@@ -188,7 +188,7 @@ def anatomy(model: nn.Module) -> Anatomy:
     loss_type = getattr(model, "loss_type", None)
     if loss_type not in _CAUSAL_LOSSES:
         raise UnsupportedError(
-            f"{describe(model)} trains with {loss_type!r}, not with next-token labels; only causal language models are supported"
+            f"{describe(model)} trains with {loss_type!r}, not with next-token labels; only causal language models fit"
         )
     spec = _SPECS.get(model_type)
     notes: tuple[str, ...] = ()
