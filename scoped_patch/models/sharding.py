@@ -6,6 +6,7 @@ that look at tokens ask for it. Nothing else in the process knows of it, and no 
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from ..engine.errors import BadOptionError, ScopedPatchError
 from ..ops.sequence_parallel import gather_sequence, pad_sequence, shard_bounds, shard_length
+from .packing import sample_starts
 
 
 class SequenceShard:
@@ -60,6 +62,8 @@ class SequenceShard:
         self.config: Any = None
         self.thread = 0 if torch.compiler.is_dynamo_compiling() else threading.get_ident()
         self._cuts: list[tuple[Tensor, Tensor]] = []
+        self._starts: tuple[Tensor | None] | None = None
+        self._samples: tuple[tuple[Tensor, int] | None] | None = None
 
     def set_length(self, length: int) -> None:
         """S is known better now (a model may lengthen its sequence before its decoder)."""
@@ -95,11 +99,44 @@ class SequenceShard:
         self._cuts.append((x, made))
         return made
 
+    def cut_kept(self, values: Tensor, keep: Any, fill: float) -> Tensor:
+        """This rank's part of [B, k] values that belong to the rows `logits_to_keep=keep` of the whole sequence.
+
+        Rows that are not kept, and padding, get `fill`.
+        """
+        if not isinstance(keep, int):
+            whole = values.new_full((values.shape[0], self.length), fill)
+            whole[:, keep] = values
+        elif keep and values.shape[1] < self.length:
+            whole = torch.nn.functional.pad(values, (self.length - values.shape[1], 0), value=fill)
+        else:
+            whole = values
+        return self.cut(whole, 1, fill)
+
     def gather(self, x: Tensor, dim: int, *, backward: Any = "sum") -> Tensor:
         """Every rank's tokens, without padding: [.., size, ..] -> [.., S, ..]."""
         if self.group is None:
             return x
         return gather_sequence(x, dim, self.group, length=self.length, backward=backward)
+
+    def starts(self) -> Tensor | None:
+        """Where packed samples begin, [B or 1, S] bool, or None where nothing is packed; found once per call."""
+        if self._starts is None:
+            found = sample_starts(self.position_ids, self.cu_seqlens, self.length)
+            self._starts = (found if found is not None and bool(found.any()) else None,)
+        return self._starts[0]
+
+    def samples(self) -> tuple[Tensor, int] | None:
+        """Cumulative lengths (int32) of one packed row and its longest sample, or None where nothing is packed."""
+        if self._samples is None:
+            starts = self.starts()
+            if starts is None:
+                self._samples = (None,)
+            else:
+                at = [0, *starts[0].nonzero().flatten().tolist(), self.length]
+                cumulative = torch.tensor(at, dtype=torch.int32, device=starts.device)
+                self._samples = ((cumulative, max(b - a for a, b in itertools.pairwise(at))),)
+        return self._samples[0]
 
     def bounds(self) -> tuple[int, int]:
         """The real tokens [start, end) of this rank."""

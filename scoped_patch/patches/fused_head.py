@@ -26,6 +26,7 @@ from ..models.head import head_problem, head_terms
 from ..models.modules import foreign_forward, forward_edit, is_class_forward, module_paths
 from ..models.outputs import declare_for, fused_output_class
 from ..models.packing import IGNORE_INDEX, aligned_targets
+from ..models.sharding import SequenceShard, active_shard
 from ..models.spec import Anatomy, anatomy, describe
 from ..models.unwrap import unwrap
 from ..ops.linear_cross_entropy import linear_cross_entropy
@@ -169,11 +170,13 @@ class Frame:
     __slots__ = (
         "entropy",
         "ignore_index",
+        "keep",
         "labels",
         "log_probs",
         "packed",
         "ran",
         "scored",
+        "shard",
         "targets",
         "temperature",
         "thread",
@@ -192,6 +195,9 @@ class Frame:
         self.log_probs: Tensor | None = None
         self.entropy: Tensor | None = None
         self.scored: Tensor | None = None
+        #: how the call's sequence is spread over ranks, and the rows that the caller wants of the whole
+        self.shard: SequenceShard | None = None
+        self.keep: Any = 0
 
 
 class Seam:
@@ -242,6 +248,15 @@ class Seam:
                 f"fused_head: two threads run {self.what} at once; patched models are run from one thread at a time"
             )
         frame = Frame(targets, labels, temperature, kwargs.get("ignore_index", IGNORE_INDEX), thread)
+        shard = active_shard(module)
+        if shard is not None:
+            # The head scores this rank's tokens: results are smaller to gather than hidden states or logits.
+            shard.wants_local_hidden = True
+            frame.shard = shard
+            if shard.gathers_outputs:
+                frame.keep = kwargs.pop("logits_to_keep", 0)
+            else:
+                frame.targets = shard.targets
         frames.append(frame)
         try:
             out = prior(**kwargs)
@@ -324,6 +339,12 @@ class Seam:
                 "fused_head: nothing says which tokens to score: pass input_ids, labels= or shift_labels= (with inputs_embeds "
                 "alone, labels are needed)"
             )
+        temperature = frame.temperature
+        shard = frame.shard
+        if shard is not None and shard.gathers_outputs:
+            targets = shard.cut_kept(targets, frame.keep, frame.ignore_index)
+            if isinstance(temperature, Tensor) and temperature.ndim == 2:
+                temperature = shard.cut_kept(temperature, frame.keep, 1.0)
         if targets.shape != hidden_states.shape[:-1]:
             raise BadOptionError(
                 f"fused_head: the head was given hidden states {list(hidden_states.shape)}, and the tokens to score are "
@@ -332,7 +353,6 @@ class Seam:
         patch = self.patch
         terms = head_terms(module, hidden_states)
         targets = targets.to(hidden_states.device)
-        temperature = frame.temperature
         if isinstance(temperature, Tensor):
             temperature = temperature.to(hidden_states.device)
         result = linear_cross_entropy(
@@ -351,13 +371,16 @@ class Seam:
             outputs=patch.outputs if frame.labels is None or "log_probs" in patch.outputs else ("log_probs", *patch.outputs),
             entropy_grad=patch.entropy_grad,
         )
-        frame.scored = targets
+        frame.scored = frame.targets
         log_probs, entropy = result.log_probs, result.entropy
         # Packed, so that a head that is a unit of its own (FSDP2) hands back one tensor with one gradient.
         first = log_probs if log_probs is not None else torch.zeros_like(entropy)  # type: ignore[arg-type]
         second = entropy if entropy is not None else torch.zeros_like(first)
-        frame.packed = torch.stack([first, second], -1)
-        return frame.packed
+        packed = torch.stack([first, second], -1)
+        if shard is not None and shard.gathers_outputs:
+            packed = _kept(shard.gather(packed, 1), frame.keep)
+        frame.packed = packed
+        return packed
 
     # ------------------------------------------------------------------------------------------------- loss, generate
     def loss_function(self, prior: Any) -> Callable[..., Any]:

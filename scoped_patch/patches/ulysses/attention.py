@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...engine.errors import ScopeStateError, UnsupportedError
 from ...models.attention import ModuleView, attention_function
-from ...models.packing import CU_SEQLENS, sample_starts
+from ...models.packing import CU_SEQLENS
 from ...models.sharding import SequenceShard
 from ...ops.sequence_parallel import HeadLayout, heads_from_sequence, sequence_from_heads
 
@@ -79,6 +79,8 @@ def attend(
         overrides["sinks"] = of_this_rank(sinks, 0)
     if kwargs.get("position_ids") is not None:
         kwargs["position_ids"] = text_positions(shard)
+        if "flash" in str(config._attn_implementation) and attention_mask is None:
+            _say_samples(shard, query.shape[0], kwargs)
     out = function(ModuleView(module, **overrides), query, key, value, attention_mask, **kwargs)[0]
     if length < shard.padded:
         out = F.pad(out, (0, 0, 0, 0, 0, shard.padded - length))
@@ -91,6 +93,20 @@ def text_positions(shard: SequenceShard) -> Tensor | None:
     if ids is None or ids.ndim != 3:
         return ids
     return ids[0]
+
+
+def _say_samples(shard: SequenceShard, batch: int, kwargs: dict[str, Any]) -> None:
+    """Tell flash attention where packed samples begin, found once per call.
+
+    Left to itself it looks at the values of the position ids in every layer, and takes every smallest id for a beginning.
+    """
+    if batch != 1 or any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k")):
+        return
+    kwargs["position_ids"] = None
+    samples = shard.samples()
+    if samples is not None:
+        cumulative, longest = samples
+        kwargs.update(cu_seq_lens_q=cumulative, cu_seq_lens_k=cumulative, max_length_q=longest, max_length_k=longest)
 
 
 def _pick(x: Tensor, heads: Sequence[int]) -> Tensor:
@@ -163,8 +179,8 @@ def mix(
 
 def _samples(shard: SequenceShard, batch: int) -> list[tuple[int, int, int | None]]:
     """(start, end, row) of every packed sample; row None: all rows at once."""
-    starts = sample_starts(shard.position_ids, shard.cu_seqlens, shard.length)
-    if starts is None or not bool(starts.any()):
+    starts = shard.starts()
+    if starts is None:
         return [(0, shard.length, None)]
     starts = starts.expand(batch, -1)
     found: list[tuple[int, int, int | None]] = []

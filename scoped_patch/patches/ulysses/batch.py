@@ -12,7 +12,7 @@ from ...engine.errors import BadOptionError
 from ...models.packing import CU_SEQLENS, IGNORE_INDEX, aligned_targets
 from ...models.sharding import SequenceShard
 from ...models.spec import describe
-from ...ops.sequence_parallel import all_gather, pad_sequence, shard_bounds, shard_length
+from ...ops.sequence_parallel import all_gather, pad_sequence, shard_length
 
 #: [batch, sequence] arguments of a model's call
 _PER_TOKEN = ("attention_mask", "position_ids", "labels", "shift_labels", "mm_token_type_ids", "token_type_ids")
@@ -74,6 +74,11 @@ def learn_of_others(shard: SequenceShard, kwargs: dict[str, Any]) -> None:
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] != shard.length:
         _check_cut("attention_mask", mask, shard)
         rows["attention_mask"] = mask
+    elif isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-1] != shard.length:
+        raise BadOptionError(
+            f"ulysses: a custom attention_mask {list(mask.shape)} must be of the whole sequence, padding included: "
+            f"{shard.length} keys here (scope.shard() pads it)"
+        )
     given = next((name for name in ("shift_labels", "labels") if kwargs.get(name) is not None), None)
     if given is not None:
         _check_cut(given, kwargs[given], shard)
@@ -97,8 +102,8 @@ def learn_of_others(shard: SequenceShard, kwargs: dict[str, Any]) -> None:
     known = {"position_ids": shard.position_ids, **{name: kwargs.get(name) for name in CU_SEQLENS}}
     targets = aligned_targets({**known, "input_ids" if given is None else given: whole["targets"]})
     assert targets is not None
-    shard.targets = targets.narrow(1, shard.rank * size, size)
-    if kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None:
+    shard.targets = targets.narrow(1, shard.rank * size, size).contiguous()
+    if kwargs.get("labels") is not None:
         _share_of_loss(kwargs, targets, shard.targets)
 
 
@@ -112,7 +117,7 @@ def cut_targets(shard: SequenceShard, kwargs: dict[str, Any]) -> None:
     if whole is None:
         return
     shard.targets = shard.cut(whole, 1, IGNORE_INDEX)
-    if kwargs.get("labels") is not None or given is not None:
+    if kwargs.get("labels") is not None:
         _share_of_loss(kwargs, whole, shard.targets)
 
 
@@ -135,8 +140,8 @@ def _check_cut(name: str, x: Tensor, shard: SequenceShard) -> None:
 def shard_batch(group: dist.ProcessGroup | None, batch: dict[str, Any]) -> dict[str, Any]:
     """This rank's part of a whole batch, padded to equal parts.
 
-    Tensors [B, S, ...] are cut in dimension 1, `position_ids` in the last one; others stay. Padding is labelled -100,
-    masked where there is a mask, and continues the last positions.
+    Tensors [B, S, ...] are cut in dimension 1, `position_ids` in the last one; a 4-D mask and all else stays whole. Padding
+    is labelled -100, masked where there is a mask, and continues the last positions.
     """
     lengths = [x.shape[1] for name in ("input_ids", "inputs_embeds") if isinstance(x := batch.get(name), Tensor)]
     if not lengths:
@@ -149,6 +154,9 @@ def shard_batch(group: dist.ProcessGroup | None, batch: dict[str, Any]) -> dict[
     made: dict[str, Any] = {}
     for name, x in batch.items():
         dim = -1 if name == "position_ids" else 1
+        if name == "attention_mask" and isinstance(x, Tensor) and x.ndim == 4:
+            made[name] = _padded_mask(x, ranks * size)
+            continue
         if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[dim] != length:
             made[name] = x
             continue
@@ -160,7 +168,7 @@ def shard_batch(group: dist.ProcessGroup | None, batch: dict[str, Any]) -> dict[
     return made
 
 
-def real_tokens(length: int, ranks: int, rank: int) -> int:
-    """How many of a rank's tokens are no padding."""
-    start, end = shard_bounds(length, ranks, rank)
-    return end - start
+def _padded_mask(mask: Tensor, length: int) -> Tensor:
+    """A custom [B, 1 or H, S, S] mask for a padded sequence: padding is seen by nobody, and sees what the last token sees."""
+    unseen = 0.0 if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    return pad_sequence(pad_sequence(mask, 3, length, unseen), 2, length)

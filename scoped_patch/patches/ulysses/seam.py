@@ -287,7 +287,7 @@ class Seam:
         shard = kwargs.pop(SHARD, None)
         if shard is None and self.shards:
             shard = self.shards[-1]
-        config = module.config.__dict__[_PRIOR]  # type: ignore[union-attr]
+        config = module.config.__dict__[_PRIOR]
         if shard is None:
             if not self.pass_through:
                 raise no_shard(module)

@@ -1,0 +1,81 @@
+"""Sequence parallelism equals one process: families, attention implementations, lengths, rows, layouts, other patches.
+
+The pairwise cover runs always: every two values of any two axes meet in some case. The product is for `make test-full`.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.support.ranks import spawn
+from tests.support.ulysses import FAMILIES, NO_SDPA, RECURRENT, Case, pairwise, possible, run_cases
+
+AXES = {
+    "ranks": (2, 4),
+    "family": FAMILIES + RECURRENT,
+    "attention": ("sdpa", "eager", "flash"),
+    "batch": (1, 2),
+    "length": (32, 33, 57, 3),
+    "rows": ("plain", "padded", "packed", "masked"),
+    "call": ("logits", "fused", "tiled", "sharded", "sharded_fused"),
+    "reduction": ("mean", "sum"),
+    "checkpoint": (None, "reentrant", "nonreentrant"),
+    "nesting": ("one", "sp_outer", "sp_inner"),
+}
+
+
+def _failures(ranks: int, cases: list[Case], timeout: float) -> list[str]:
+    return [line for lines in spawn(ranks, run_cases, cases, timeout=timeout) for line in lines]
+
+
+@pytest.mark.parametrize("ranks", AXES["ranks"])
+def test_every_pair_of_settings_equals_one_process(ranks):
+    cases = [case for case in pairwise(AXES, Case("llama")) if case.ranks == ranks]
+    assert len(cases) > 20
+    failures = _failures(ranks, cases, timeout=280)
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_run_without_the_exchange_is_caught(ranks):
+    """The comparison itself: heads that see their own tokens only must fail, on every rank."""
+    cases = [Case("llama", call="fused"), Case("qwen3_5_text", rows="packed")]
+    found = [len(lines) for lines in spawn(ranks, _without_exchange, cases, timeout=120)]
+    assert found == [len(cases)] * ranks
+
+
+def _without_exchange(rank: int, world: int, cases: list[Case]) -> list[str]:
+    from scoped_patch.patches.ulysses import attention
+
+    def stay(tensors, group):
+        return tuple(x.narrow(1, 0, x.shape[1] // world).repeat(1, 1, world, 1) for x in tensors)
+
+    attention.heads_from_sequence = stay
+    return run_cases(rank, world, cases)
+
+
+def _product(family: str, ranks: int) -> list[Case]:
+    """All lengths and calls in plain rows, and all kinds of rows at one odd length."""
+    own = {"family": [family], "ranks": [ranks], "attention": AXES["attention"]}
+    plain = {**own, "batch": AXES["batch"], "length": AXES["length"], "call": AXES["call"]}
+    rows = {**own, "batch": [2], "length": [33], "rows": AXES["rows"][1:], "call": ["logits", "fused", "sharded_fused"]}
+    orders = {**own, "length": [57], "call": ["fused", "tiled"], "nesting": AXES["nesting"][1:], "reduction": ["sum"]}
+    redone = {**own, "length": [33], "call": ["fused", "sharded_fused"], "checkpoint": AXES["checkpoint"][1:]}
+    packed = {**own, "batch": [1], "length": [57], "rows": ["packed"], "call": ["logits", "fused", "sharded_fused"]}
+    made = []
+    for axes in (plain, rows, orders, redone, packed):
+        made += [Case(**dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
+    return [case for case in made if possible(case)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES + RECURRENT)
+def test_the_product_of_settings_equals_one_process(family, ranks):
+    cases = _product(family, ranks)
+    assert len(cases) > (20 if family in NO_SDPA else 60)
+    failures = _failures(ranks, cases, timeout=1400)
+    assert not failures, "\n".join(failures)
