@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from .errors import UnsupportedLayer
 from .graph import layout, reach, storage_key
-from .shadow import ShadowLayer
+from .shadow import ShadowLayer, is_attention, is_method
 
 
 @dataclass
@@ -37,13 +38,14 @@ def processed_state(layer: ShadowLayer, tree: Container[int]) -> Processed:
     live, new = reach(layer.live, tree), reach(layer.shadow, tree)
     pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     absent: list[str] = []
+    kept: list[str] = []
     problems = [f"{path} is a compiled object that may hide weights" for path in {*live.opaque, *new.opaque}]
     for path, tensor in live.tensors.items():
         other = new.tensors.get(path)
         if other is None:
             absent.append(path)
         elif other is tensor or storage_key(other) == storage_key(tensor):
-            continue
+            kept.append(path)
         elif tensor.numel() == 0 == other.numel():
             continue  # a weight that moved into a packed copy
         elif other.is_meta or layout(other) != layout(tensor):
@@ -51,11 +53,20 @@ def processed_state(layer: ShadowLayer, tree: Container[int]) -> Processed:
         else:
             pairs.append((f"{layer.name}.{path}", tensor, other))
     moving = {storage_key(tensor) for _, tensor, _ in pairs}
+
+    def _may_be_stale(path: str) -> bool:
+        # What a method or kernel object held before and holds now may have been derived from the old weights.
+        tensor = live.tensors[path]
+        own = re.split(r"[.\[<]", path, maxsplit=1)[0] in (layer.live._parameters | layer.live._buffers)
+        return not own and not tensor.is_meta and tensor.is_floating_point() and storage_key(tensor) not in moving
+
     for path in absent:
         tensor = live.tensors[path]
         # A view of a tensor that is exchanged shows the new content by itself; scratch space is zero between calls.
         if storage_key(tensor) not in moving and not _is_scratch(tensor):
             problems.append(f"{path} ({_show(tensor)}) was not made anew by processing")
+    if is_method(layer.method) and not is_attention(layer.live):
+        problems += [f"{p} ({_show(live.tensors[p])}) was kept as it was by processing" for p in kept if _may_be_stale(p)]
     if problems:
         raise UnsupportedLayer(
             f"{layer.name} ({type(layer.live).__name__}, {type(layer.method).__name__}): the new weights cannot take the "

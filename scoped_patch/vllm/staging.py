@@ -272,14 +272,15 @@ class StagedModel:
         except Exception as error:
             if error is self.source.failure or isinstance(error, ScopedPatchError):
                 raise
-            name = self.source.current or "?"
-            text = str(error)
-            unknown = isinstance(error, KeyError) or "no module or parameter" in text or "not found" in text
-            raise RejectedWeight(
-                name,
-                "unknown" if unknown else "shape" if isinstance(error, AssertionError) or "size" in text else "loader",
-                f"{name}: {'the model has no place for it' if unknown else 'did not load'}: {type(error).__name__}: {text}",
-            ) from error
+            name, text = self.source.current or "?", str(error)
+            if isinstance(error, AssertionError) or "size" in text or "shape" in text:
+                reason, what = "shape", "did not load"
+            elif name not in self.source.used:
+                reason, what = "unknown", "the model has no place for it"
+            else:
+                reason, what = "loader", "did not load"
+            text = text if len(text) < 300 else f"{text[:300]} ..."
+            raise RejectedWeight(name, reason, f"{name}: {what}: {type(error).__name__}: {text}") from error  # type: ignore[arg-type]
 
 
 def _tied_group(layer: ShadowLayer) -> list[ShadowLayer]:
