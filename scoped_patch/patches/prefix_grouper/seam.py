@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from ...engine import Counter
 from ...engine.adhoc import signature_of
-from ...engine.errors import BadOptionError
+from ...engine.errors import BadOptionError, UnsupportedError
 from ...models.attention import MixingLayer, bind_positional
 from ...models.modules import forwards_below
 from ...models.packing import CU_SEQLENS, IGNORE_INDEX
 from ...models.spec import describe, text_config
 from .. import fused_head
+from ..ulysses import seam as ulysses_seam
 from . import scoring
 from .attention import CALL_KEYWORD, PrefixCall, RoutedConfigs, attend, check_reached, no_mask, opaque
 from .batch import CACHES, KNOWN, PER_TOKEN, Batch, pack
@@ -199,6 +200,22 @@ class Seam:
 
 
 def fused_below(prior: Callable[..., Any]) -> fused_head.Seam | None:
-    """The fused head under a forward, if there is one."""
-    owners = (getattr(forward, "__self__", None) for forward in forwards_below(prior))
-    return next((owner for owner in owners if isinstance(owner, fused_head.Seam)), None)
+    """The fused head under a forward, if there is one.
+
+    Raises:
+        UnsupportedError: sequence parallelism lies between, in a way that has no answer here.
+    """
+    owners = [getattr(forward, "__self__", None) for forward in forwards_below(prior)]
+    fused = next((owner for owner in owners if isinstance(owner, fused_head.Seam)), None)
+    sharded = next((owner for owner in owners if isinstance(owner, ulysses_seam.Seam)), None)
+    if sharded is not None and sharded.patch.inputs != "full":
+        raise UnsupportedError(
+            f"prefix_grouper: sp=Ulysses(inputs={sharded.patch.inputs!r}) gives every rank a part of each row, and prefixes are "
+            f"found in whole rows; use inputs='full'"
+        )
+    if fused is not None and sharded is not None:
+        raise UnsupportedError(
+            "prefix_grouper: sp= and fused= cannot both lie under prefix_grouper= yet: the last token of a prefix is scored "
+            "once per response, and the ranks' rows have one target each. Leave out one of the three"
+        )
+    return fused
