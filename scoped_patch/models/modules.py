@@ -13,6 +13,7 @@ from torch import nn
 
 from ..engine import LIVE, MISSING, Counter, Edit, Slot, attribute_slot, is_live, register_storage_finder, set_tracing
 from ..engine.adhoc import signature_of
+from ..engine.slots import DictSlot
 
 #: `forward(prior, module, *args, **kwargs)`: `prior` is the bound forward that would have run.
 Forward = Callable[..., Any]
@@ -33,15 +34,31 @@ def register_with_engine() -> None:
     set_tracing(torch.compiler.is_dynamo_compiling)
 
 
+class ForwardSlot(DictSlot):
+    """A forward in an instance's `__dict__`.
+
+    accelerate's `unwrap_model(keep_fp32_wrapper=False)` binds the bound method that it finds once more. That is still the
+    method it found.
+    """
+
+    __slots__ = ()
+
+    def read(self) -> Any:
+        raw = super().read()
+        inner = getattr(raw, "__func__", None)
+        if isinstance(inner, types.MethodType) and inner.__self__ is self.owner and raw.__self__ is self.owner:
+            return inner
+        return raw
+
+
 def forward_slot(module: nn.Module, label: str) -> Slot:
     """The slot of the forward that really computes.
 
     accelerate's hooks keep it in `_old_forward` and call it from their own `forward`, which moves weights and casts:
     that stays outermost.
     """
-    if "_old_forward" in module.__dict__ and hasattr(module, "_hf_hook"):
-        return attribute_slot(module, "_old_forward", f"{label}._old_forward")
-    return attribute_slot(module, "forward", f"{label}.forward")
+    name = "_old_forward" if "_old_forward" in module.__dict__ and hasattr(module, "_hf_hook") else "forward"
+    return ForwardSlot(module.__dict__, name, f"{label}.{name}", module)
 
 
 def forward_edit(
@@ -87,6 +104,8 @@ def bound_forward(module: nn.Module, prior: Any, forward: Forward, counter: Coun
     def patched_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not is_tracing():
             counter.calls += 1
+        if args and args[0] is self:
+            args = args[1:]  # bound twice, see ForwardSlot
         return forward(prior, self, *args, **kwargs)
 
     # Not __wrapped__, which unwrapping tools would follow: a patch above may ask which patches are below it.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,11 +20,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..engine import Edit, Patch, Support, attribute_slot
+from ..engine import LIVE, Edit, Patch, Support, attribute_slot
 from ..engine.adhoc import signature_of
 from ..engine.errors import BadOptionError, ConflictError, ScopedPatchError, SeamNotReachedError, UnsupportedError
 from ..models.head import head_problem, head_terms
-from ..models.modules import foreign_forward, forward_edit, is_class_forward, module_paths
+from ..models.modules import foreign_forward, forward_edit, forward_slot, is_class_forward, module_paths
 from ..models.outputs import declare_for, fused_output_class
 from ..models.packing import IGNORE_INDEX, aligned_targets
 from ..models.sharding import SequenceShard, active_shard
@@ -200,15 +201,20 @@ class Frame:
         self.keep: Any = 0
 
 
+#: The calls that are under way, by model.
+_frames: weakref.WeakKeyDictionary[nn.Module, list[Frame]] = weakref.WeakKeyDictionary()
+
+
 class Seam:
-    """The functions of one plan: they share the stack of frames, nothing else in the process knows of it."""
+    """The functions of one plan."""
 
     def __init__(self, patch: FusedHead, parts: Anatomy) -> None:
         self.patch = patch
         self.transform = parts.transform
         self.own_loss = parts.own_loss
         self.what = describe(parts.model)
-        self.frames: list[Frame] = []
+        self.frames = _frames.setdefault(parts.model, [])
+        self.head_places = tuple(forward_slot(leaf, "").place for leaf in parts.head_leaves)
         self.pass_through = 0
         self.proved = False
         signature = signature_of(type(parts.model).forward)
@@ -217,7 +223,7 @@ class Seam:
 
     # ------------------------------------------------------------------------------------------------- the model
     def model_forward(self, prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self.pass_through:
+        if self.pass_through or not self._in_charge():
             return prior(*args, **kwargs)
         if len(args) > len(self.positional):
             raise TypeError(f"{self.what} takes at most {len(self.positional)} positional arguments, got {len(args)}")
@@ -268,6 +274,19 @@ class Seam:
                 f"the logits elsewhere (another fused head, such as TRL's or Liger's): switch that off, or leave out `fused`"
             )
         return self._output(out, frame, as_tuple)
+
+    def _in_charge(self) -> bool:
+        """False where somebody has kept this forward and calls it out of turn.
+
+        A wrapper made inside the scope (accelerate's `prepare`) goes on calling it after the scope was left, and, when the
+        next scope has wrapped that wrapper, in the middle of a call that is being scored.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return True
+        frames = self.frames
+        if frames and not frames[-1].ran and frames[-1].thread == threading.get_ident():
+            return False
+        return any(place in LIVE.states for place in self.head_places)
 
     def _output(self, out: Any, frame: Frame, as_tuple: bool) -> Any:
         if not hasattr(out, "logits"):
