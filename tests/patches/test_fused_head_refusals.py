@@ -293,19 +293,7 @@ def test_a_replaced_forward_of_the_head_is_refused(how):
     assert_clean()
 
 
-@pytest.mark.parametrize(
-    "outer",
-    [
-        pytest.param(
-            True,
-            id="outer scope",
-            marks=pytest.mark.xfail(
-                reason="leaving in order is reported as out of order where ranks put the inner scope below"
-            ),
-        ),
-        pytest.param(False, id="same scope"),
-    ],
-)
+@pytest.mark.parametrize("outer", [True, False], ids=["outer scope", "same scope"])
 def test_a_wrapped_head_is_kept_and_what_it_changes_is_found(outer):
     """A wrap stays around the fused head; one that changes what comes out is an error, not a wrong log-prob."""
     model, _ = build("llama")
