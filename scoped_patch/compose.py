@@ -19,6 +19,7 @@ from .patches.fused_head import FusedHead
 from .patches.prefix_grouper import PrefixGrouper
 from .patches.tiled_mlp import TiledMLP
 from .patches.ulysses import Ulysses
+from .patches.value_head import ValueHead
 
 OnCompiled = Literal["error", "reset"]
 
@@ -180,8 +181,11 @@ def patched(
             f"as in patched(model, ...)"
         )
     refuse_two_settings((*shipped, *patches))
-    root = unwrap(target).model if is_model else target
-    own = (RecomputeAsRun(),) if is_model else ()
+    root, own = target, list[Patch]()
+    if is_model:
+        found = unwrap(target)
+        root = found.model
+        own = [RecomputeAsRun()] if found.value_head is None else [ValueHead(), RecomputeAsRun()]
     return PatchedScope(target, (*shipped, *patches, *own), root=root, on_foreign=on_foreign, on_compiled=on_compiled)
 
 

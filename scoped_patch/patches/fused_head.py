@@ -83,8 +83,15 @@ class FusedHead(Patch):
         return (self.backend, self.memory, tuple(self.outputs), temperature, self.entropy_grad)
 
     def supports(self, target: Any) -> Support:
+        found = unwrap(target)
+        if found.value_head is not None:
+            return Support(
+                False,
+                f"{type(found.value_head).__name__} has a value head, and its forward takes the logits of its language model apart. "
+                f"Patch that one where you call it yourself: patched(model.pretrained_model, fused=...)",
+            )
         try:
-            parts = anatomy(unwrap(target).model)
+            parts = anatomy(found.model)
         except ScopedPatchError as error:
             return Support(False, str(error))
         for leaf in parts.head_leaves:
