@@ -25,7 +25,7 @@ from scoped_patch import (
     replace_attribute,
     wrap_call,
 )
-from tests.support.models import ValueHeadModel, token_ids
+from tests.support.models import token_ids
 from tests.tiny_models import build
 
 IDS = token_ids()
@@ -130,7 +130,7 @@ def test_a_class_in_place_of_a_patch():
         patched(model, "torch")
 
 
-@pytest.mark.parametrize("wrap", [ValueHeadModel, nn.DataParallel, torch.compile])
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
 def test_wrapped_and_bare_are_one_target(wrap):
     """The scope of a wrapper and the scope of the model in it are on the same places, and share them."""
     model, _ = build("llama")

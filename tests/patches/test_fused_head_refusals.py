@@ -75,6 +75,7 @@ REFUSED = {
     "torch.ao": (dynamically_quantised, r"torch\.ao.*Linear.*leave the head out"),
     "own product": (with_odd_head, r"OddLinear.*no plain linear layer"),
     "no linear layer": (with_convolution, r"Sequential.*no plain linear layer"),
+    "value head": (lambda: models.ValueHeadModel(build("llama")[0]), r"ValueHeadModel has a value head.*pretrained_model"),
     "no head at all": (lambda: build("llama")[0].model, r"LlamaModel.*no language-model head"),
     "not of transformers": (lambda: nn.Linear(3, 4), r"Linear .*has no language-model head"),
 }
