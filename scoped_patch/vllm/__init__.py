@@ -8,17 +8,23 @@ from .errors import (
     RemoteReloadError,
     UnsupportedLayer,
 )
+from .quantize import quantize_state_dict
 from .reload import WeightUpdate, reload_weights
 from .report import ReloadReport, weights_version
+from .worker import EngineUpdate, WorkerExtension, reload_engine
 
 __all__ = [
     "EngineNotReady",
+    "EngineUpdate",
     "IncompleteReload",
     "RejectedWeight",
     "ReloadReport",
     "RemoteReloadError",
     "UnsupportedLayer",
     "WeightUpdate",
+    "WorkerExtension",
+    "quantize_state_dict",
+    "reload_engine",
     "reload_weights",
     "weights_digest",
     "weights_version",

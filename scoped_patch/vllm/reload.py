@@ -273,6 +273,26 @@ class WeightUpdate:
         self._state = "closed"
 
     @property
+    def state(self) -> str:
+        """ "new", "open", "prepared", "committed" or "closed"."""
+        return self._state
+
+    @property
+    def version(self) -> int:
+        """How many updates this process has committed to the (first) model."""
+        return weights_version(self._sites[0].model)
+
+    @property
+    def digest_so_far(self) -> str | None:
+        """The digest of what has arrived, with `digest=True`."""
+        return None if self._source.digest is None else self._source.digest.hexdigest()
+
+    @property
+    def scales_digest(self) -> str:
+        """A digest of the global scales that arrived: equal on every rank of a tensor-parallel engine."""
+        return self._source.scales.hexdigest()
+
+    @property
     def progress(self) -> tuple[int, int]:
         layers = [layer for model in self._models for layer in model.shadow.layers if layer.required]
         return sum(layer.processed for layer in layers), len(layers)
@@ -319,8 +339,8 @@ class WeightUpdate:
             seconds=time.perf_counter() - self._started,
             moved=moved,
             ignored=tuple(sorted(self._source.seen - self._source.used)),
-            version=weights_version(self._sites[0].model),
-            digest=self._source.digest.hexdigest() if self._source.digest is not None else None,
+            version=self.version,
+            digest=self.digest_so_far,
         )
         if not self.keep_previous:
             self._exchange = None

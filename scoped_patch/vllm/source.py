@@ -23,6 +23,7 @@ class Source:
     def __init__(self, expected: frozenset[str] | None, digest: Digest | None = None) -> None:
         self.expected = expected
         self.digest = digest
+        self.scales = Digest()
         self.current: str | None = None
         self.seen: set[str] = set()
         self.used: set[str] = set()
@@ -49,6 +50,8 @@ class Source:
             self.current = name
             self.seen.add(name)
             self.nbytes += tensor.nbytes
+            if name.endswith("global_scale"):
+                self.scales.add(name, tensor)
             if self.digest is not None:
                 self.digest.add(name, tensor)
             if tensor.device.type != "cpu":
