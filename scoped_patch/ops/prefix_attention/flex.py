@@ -36,12 +36,14 @@ def attend(
         "enable_gqa": q.shape[1] != k.shape[1],
         "score_mod": _softcap(how.softcap),
     }
+    from torch.nn.attention.flex_attention import AuxRequest
+
     if sinks is None:
         out: Tensor = run(q, k, v, **options)
         return out
-    out, norm = run(q, k, v, return_lse=True, **options)
+    out, aux = run(q, k, v, return_aux=AuxRequest(lse=True), **options)
     # A sink takes its share of the softmax and gives nothing.
-    share: Tensor = torch.sigmoid(norm - sinks.to(norm.dtype)[None, :, None])
+    share: Tensor = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[None, :, None])
     return (out * share[..., None]).to(q.dtype)
 
 

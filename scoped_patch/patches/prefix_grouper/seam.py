@@ -210,8 +210,8 @@ def fused_below(prior: Callable[..., Any]) -> fused_head.Seam | None:
     sharded = next((owner for owner in owners if isinstance(owner, ulysses_seam.Seam)), None)
     if sharded is not None and sharded.patch.inputs != "full":
         raise UnsupportedError(
-            f"prefix_grouper: sp=Ulysses(inputs={sharded.patch.inputs!r}) gives every rank a part of each row, and prefixes are "
-            f"found in whole rows; use inputs='full'"
+            f"prefix_grouper: sp=Ulysses(inputs={sharded.patch.inputs!r}) gives every rank a part of each row, and "
+            f"prefixes are found in whole rows; use inputs='full'"
         )
     if fused is not None and sharded is not None:
         raise UnsupportedError(
