@@ -312,7 +312,7 @@ def main(steps: int) -> int:
         table.add_row(mode, f"{peak:,.0f} MiB", f"{beyond:,.0f} MiB", f"{seconds:.2f} s")
     console.print(table)
 
-    console.print(of(fused, "explain")[0]["text"], markup=False, highlight=False)
+    console.print(of(fused, "explain")[0]["text"], markup=False, highlight=False, soft_wrap=True)
     for name, held in checks:
         console.print(f"[green]holds[/]  {name}" if held else f"[red]FAILS[/]  {name}", highlight=False)
     failed = sum(not held for _, held in checks)
