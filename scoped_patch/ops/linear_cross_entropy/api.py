@@ -11,7 +11,8 @@ from torch import Tensor
 
 from . import memory as budgets
 from .backends import choose
-from .operator import Inputs, Settings, forward_op
+from .operator import apply
+from .problem import Inputs, Settings
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -135,21 +136,18 @@ def linear_cross_entropy(
         backend=choose(backend, weight, dtype),
         memory=_memory(memory),
     )
-    keep = _keep(inputs, settings)
-    log_probs, entropy, sum_sq, is_top1, topk, *_ = forward_op(
-        *inputs, *settings, "entropy" in wanted, "sum_sq_probs" in wanted, keep
-    )
+    got = apply(inputs, settings, "entropy" in wanted, "sum_sq_probs" in wanted, _keep(inputs, settings))
     out = LinearCrossEntropyOutput()
     if "log_probs" in wanted:
-        out.log_probs = log_probs.view(shape)
+        out.log_probs = got.log_probs.view(shape)
     if "entropy" in wanted:
-        out.entropy = (entropy if entropy_grad else entropy.detach()).view(shape)
+        out.entropy = (got.entropy if entropy_grad else got.entropy.detach()).view(shape)
     if "sum_sq_probs" in wanted:
-        out.sum_sq_probs = sum_sq.view(shape)
+        out.sum_sq_probs = got.sum_sq_probs.view(shape)
     if "is_top1" in wanted:
-        out.is_top1 = is_top1.view(shape)
+        out.is_top1 = got.is_top1.view(shape)
     if topk_ids is not None:
-        out.topk_log_probs = topk.view(topk_ids.shape)
+        out.topk_log_probs = got.topk_log_probs.view(topk_ids.shape)
     return out
 
 
@@ -215,8 +213,10 @@ def _temperature(temperature: float | Tensor, labels: Tensor, hidden: Tensor) ->
     if not isinstance(temperature, Tensor):
         if not temperature > 0:
             raise ValueError(f"temperature: got {temperature}, wanted a number > 0")
-        # A product keeps a changed float a symbol under torch.compile; torch.full would compile again for each value.
-        return torch.ones((), dtype=torch.float64, device=hidden.device) * temperature
+        # On the CPU a kernel takes it without waiting for the device; a compiled graph wants it on the device. A product
+        # keeps a changed float a symbol under torch.compile; torch.full would compile again for each value.
+        device = hidden.device if torch.compiler.is_compiling() else "cpu"
+        return torch.ones((), dtype=torch.float64, device=device) * temperature
     if temperature.dtype not in (torch.float32, torch.float64):
         raise TypeError(
             f"temperature: got a {temperature.dtype} tensor, wanted float32 or float64; mixed precision (FSDP's cast_forward_inputs, for "

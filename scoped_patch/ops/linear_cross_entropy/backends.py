@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...engine.errors import UnsupportedError
-from .stats import Backward, Gradients, Outputs
+from .problem import Inputs, Settings
+from .stats import Gradients, Outputs, Upstream
 
 
 @cache
@@ -20,7 +20,7 @@ def triton_available() -> bool:
 
 
 def choose(name: str, weight: Tensor, dtype: torch.dtype) -> str:
-    """ "torch" or "triton" for "auto", "torch" or "triton". Refuses triton where it cannot run."""
+    """ "torch" or "triton", for "auto", "torch" or "triton". Refuses triton where it cannot run."""
     if name == "torch" or (name == "auto" and not (weight.is_cuda and triton_available())):
         return "torch"
     if dtype == torch.float64:
@@ -42,19 +42,21 @@ def _interpreted() -> bool:
     return INTERPRETED
 
 
-def run_forward(name: str, *args: Any) -> Outputs:
-    """The forward of the backend "torch" or "triton"."""
-    if name == "torch":
+def run_forward(inputs: Inputs, settings: Settings, entropy: bool, sum_sq: bool, kept: Tensor, kept_tops: Tensor) -> Outputs:
+    """The forward of the settings' backend; `kept` and `kept_tops` are room for what it may keep, empty for nothing."""
+    if settings.backend == "torch":
         from .torch_backend import run_forward as run
     else:
         from .triton_backend import run_forward as run
-    return run(*args)
+    return run(inputs, settings, entropy, sum_sq, kept, kept_tops)
 
 
-def run_backward(name: str, problem: Backward) -> Gradients:
-    """The backward of the backend "torch" or "triton"."""
-    if name == "torch":
+def run_backward(
+    inputs: Inputs, settings: Settings, forward: Outputs, upstream: Upstream, needs: tuple[bool, ...]
+) -> Gradients:
+    """The backward of the settings' backend; `needs`: hidden, weight, bias, extra_hidden, extra_weight."""
+    if settings.backend == "torch":
         from .torch_backend import run_backward as run
     else:
         from .triton_backward import run_backward as run
-    return run(problem)
+    return run(inputs, settings, forward, upstream, needs)

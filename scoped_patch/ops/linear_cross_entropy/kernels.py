@@ -1,4 +1,6 @@
-"""Triton kernels of the fused head. Scores are kept in units of log 2 inside, because exp2 is the hardware's own exponential.
+# mypy: ignore-errors
+# (A kernel's arguments are pointers and scalars of another language: annotations would say nothing.)
+"""Triton kernels of the fused head's forward. Scores are kept in units of log 2 inside, because exp2 is the hardware's own exponential.
 
 A score is z = row_scale * f(product + bias): without a softcap f is the identity and row_scale holds logit_scale / temperature;
 with one, f(u) = tanh(pre * u), pre holds logit_scale / softcap and row_scale softcap / temperature. row_scale includes log2(e).
@@ -21,7 +23,7 @@ KEPT_LOWEST = tl.constexpr(-60000.0)
 
 
 @triton.jit
-def _tile(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
+def place_tile(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
     """Walk the tiles in groups of GROUP rows, so that neighbours in time share rows and columns in the cache."""
     per_group = GROUP * column_tiles
     first = (tile // per_group) * GROUP
@@ -38,7 +40,7 @@ def _tanh(x):
 
 
 @triton.jit
-def _activate(product, scale, pre, bias, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
+def activate(product, scale, pre, bias, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
     """(scores, tanh or scores): `scale` broadcasts over columns, `bias` over rows."""
     u = product
     if HAS_BIAS:
@@ -52,19 +54,36 @@ def _activate(product, scale, pre, bias, HAS_BIAS: tl.constexpr, SOFTCAP: tl.con
 
 @triton.jit
 def compact_rows(
-    LABELS, POSITION, TEMPERATURE, INDEX, LOCAL, SCALE, n, vocab_start, numerator, ignore_index, temperature_stride,
-    BLOCK: tl.constexpr,
+    LABELS, POSITION, TEMPERATURE, INDEX, LOCAL, SCALE, OUT_0, OUT_1, OUT_2, OUT_3, OUT_4, LABEL_LOGIT,
+    n, vocab_start, numerator, ignore_index, temperature_stride,
+    BLOCK: tl.constexpr, PER_ROW: tl.constexpr, ENTROPY: tl.constexpr, SUM_SQ: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    """Bring the rows that are not ignored to the front: their numbers, labels (in this process's rows) and scales."""
+    """Bring the rows that are not ignored to the front, the others to the end: their numbers, labels (among this process's
+    vocabulary rows) and scales. POSITION counts the ones up to each row. The outputs start as an ignored row's.
+    """
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = r < n
     y = tl.load(LABELS + r, mask=inside, other=0)
-    keep = inside & (y != ignore_index)
-    to = tl.load(POSITION + r, mask=keep, other=1) - 1
-    t = tl.load(TEMPERATURE + r * temperature_stride, mask=keep, other=1.0)
-    tl.store(INDEX + to, r.to(tl.int64), mask=keep)
-    tl.store(LOCAL + to, y - vocab_start, mask=keep)
-    tl.store(SCALE + to, (numerator / t).to(tl.float32), mask=keep)
+    before = tl.load(POSITION + r, mask=inside, other=1)
+    to = tl.where(y != ignore_index, before - 1, tl.load(POSITION + n - 1) + r - before)
+    scale = tl.zeros((BLOCK,), tl.float32) + numerator
+    if PER_ROW:
+        scale = (numerator / tl.load(TEMPERATURE + r * temperature_stride, mask=inside, other=1.0)).to(tl.float32)
+    tl.store(INDEX + to, r.to(tl.int64), mask=inside)
+    tl.store(LOCAL + to, y - vocab_start, mask=inside)
+    tl.store(SCALE + to, scale, mask=inside)
+    zero = tl.zeros((BLOCK,), tl.float32)
+    tl.store(LABEL_LOGIT + r, zero, mask=inside)
+    tl.store(OUT_0 + r, zero, mask=inside)
+    tl.store(OUT_1 + r, zero, mask=inside)
+    if ENTROPY:
+        tl.store(OUT_2 + r, zero, mask=inside)
+    if SUM_SQ:
+        tl.store(OUT_3 + r, zero, mask=inside)
+    if FINAL:
+        tl.store(OUT_4 + r, zero.to(tl.int8), mask=inside)
+    else:  # a sum, of which the logarithm is taken
+        tl.store(OUT_4 + r, zero + 1.0, mask=inside)
 
 
 @triton.jit
@@ -79,12 +98,12 @@ def forward_tiles(
     e * (z - max) and of e * e, and the label's logit. HIDDEN, WEIGHT and KEPT are tensor descriptors; the scores are
     written only to KEPT, if at all, less their maximum. Rows from COUNT on are skipped.
     """
-    count = tl.minimum(tl.load(COUNT) - row0, rows)
+    count = tl.minimum(tl.load(COUNT).to(tl.int32) - row0, rows)
     row_tiles = tl.cdiv(count, ROWS)
     column_tiles = tl.cdiv(vocab, COLUMNS)
     steps = tl.cdiv(size, INNER)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=FLATTEN):
-        pm, pn = _tile(tile, row_tiles, column_tiles, GROUP)
+        pm, pn = place_tile(tile, row_tiles, column_tiles, GROUP)
         acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for k in range(steps):
             x = HIDDEN.load([row0 + pm * ROWS, k * INNER])
@@ -101,7 +120,7 @@ def forward_tiles(
             bias = 0.0
             if HAS_BIAS:
                 bias = tl.load(BIAS + c, mask=c < vocab, other=0.0).to(tl.float32)[None, :]
-            z, _ = _activate(acc, scale[:, None], pre, bias, HAS_BIAS, SOFTCAP)
+            z, _ = activate(acc, scale[:, None], pre, bias, HAS_BIAS, SOFTCAP)
         # Only the last tile of columns has any beyond the vocabulary.
         if first + COLUMNS > vocab:
             z = tl.where(c[None, :] < vocab, z, LOWEST)
@@ -152,7 +171,7 @@ def block_stats(
         bias = 0.0
         if HAS_BIAS:
             bias = tl.load(BIAS + vocab0 + c, mask=inside, other=0.0).to(tl.float32)
-        z, _ = _activate(tl.load(base + c, mask=inside, other=0.0).to(tl.float32), scale, pre, bias, HAS_BIAS, SOFTCAP)
+        z, _ = activate(tl.load(base + c, mask=inside, other=0.0).to(tl.float32), scale, pre, bias, HAS_BIAS, SOFTCAP)
         z = tl.where(inside, z, LOWEST)
         new_top = tl.maximum(top, tl.max(z, 0))
         step = top - new_top
@@ -186,7 +205,7 @@ def combine_parts(
     top 1); else the running sums in natural units, for a merge over processes: (label logit, top, centred, squares, total).
     """
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = r < tl.minimum(tl.load(COUNT) - row0, rows)
+    inside = r < tl.minimum(tl.load(COUNT).to(tl.int32) - row0, rows)
     top = tl.full((BLOCK,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     centred = tl.zeros((BLOCK,), tl.float32)
@@ -256,145 +275,5 @@ def chosen_logits(
     bias = 0.0
     if HAS_BIAS:
         bias = tl.load(BIAS + ids, mask=held, other=0.0).to(tl.float32)
-    z, _ = _activate(acc, tl.load(SCALE + r), pre, bias, HAS_BIAS, SOFTCAP)
+    z, _ = activate(acc, tl.load(SCALE + r), pre, bias, HAS_BIAS, SOFTCAP)
     tl.store(OUT + r * ids_per_row + k, tl.where(held, z * LN2, 0.0), mask=there)
-
-
-@triton.jit
-def _d_logits(log_p, constant, per_log_p, per_p, PER_LOG_P: tl.constexpr, PER_P: tl.constexpr):
-    """p * (constant + per_log_p * log2 p + per_p * p) from log2 p."""
-    p = tl.exp2(log_p)
-    d = constant
-    if PER_LOG_P:
-        d += per_log_p * log_p
-    if PER_P:
-        d += per_p * p
-    return p * d
-
-
-@triton.jit
-def backward_tiles(
-    HIDDEN, WEIGHT, OUT, SCALE, BIAS, LSE, CONSTANT, ON_LOG_P, ON_P, rows, columns, size, vocab0, vocab, pre,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PER_LOG_P: tl.constexpr, PER_P: tl.constexpr, FLATTEN: tl.constexpr,
-):  # fmt: skip
-    """Product tiles turned into gradients of the products, without the labels' own term. HIDDEN, WEIGHT, OUT: descriptors."""
-    row_tiles = tl.cdiv(rows, ROWS)
-    column_tiles = tl.cdiv(columns, COLUMNS)
-    steps = tl.cdiv(size, INNER)
-    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=FLATTEN):
-        pm, pn = _tile(tile, row_tiles, column_tiles, GROUP)
-        acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-        for k in range(steps):
-            x = HIDDEN.load([pm * ROWS, k * INNER])
-            w = WEIGHT.load([vocab0 + pn * COLUMNS, k * INNER])
-            acc = tl.dot(x, w.T, acc)
-        r = pm * ROWS + tl.arange(0, ROWS)
-        inside = r < rows
-        scale = tl.load(SCALE + r, mask=inside, other=0.0)[:, None]
-        lse = tl.load(LSE + r, mask=inside, other=0.0)[:, None]
-        constant = tl.load(CONSTANT + r, mask=inside, other=0.0)[:, None]
-        on_log_p = 0.0
-        on_p = 0.0
-        if PER_LOG_P:
-            on_log_p = tl.load(ON_LOG_P + r, mask=inside, other=0.0)[:, None]
-        if PER_P:
-            on_p = tl.load(ON_P + r, mask=inside, other=0.0)[:, None]
-        if HAS_BIAS or SOFTCAP:
-            bias = 0.0
-            if HAS_BIAS:
-                c = vocab0 + pn * COLUMNS + tl.arange(0, COLUMNS)
-                bias = tl.load(BIAS + c, mask=c < vocab, other=0.0).to(tl.float32)[None, :]
-            z, u = _activate(acc, scale, pre, bias, HAS_BIAS, SOFTCAP)
-            d = _d_logits(z - lse, constant, on_log_p, on_p, PER_LOG_P, PER_P)
-            if SOFTCAP:
-                d *= 1.0 - u * u
-        else:
-            d = _d_logits(acc * scale - lse, constant, on_log_p, on_p, PER_LOG_P, PER_P)
-        OUT.store([pm * ROWS, pn * COLUMNS], d.to(OUT.dtype))
-
-
-@triton.jit
-def backward_block(
-    SOURCE, OUT, SOURCE_ROW, SOURCE_TOP, SCALE, BIAS, LSE, CONSTANT, ON_LOG_P, ON_P, columns, source_stride, out_stride, top_stride,
-    vocab0, pre, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, KEPT: tl.constexpr, GATHER: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-    PER_LOG_P: tl.constexpr, PER_P: tl.constexpr,
-):  # fmt: skip
-    """The same from a block in memory: of products, or (KEPT) of the scores that the forward kept. OUT may be SOURCE."""
-    r = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = c < columns
-    source = r
-    if GATHER:
-        source = tl.load(SOURCE_ROW + r)
-    x = tl.load(SOURCE + source * source_stride + c, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.load(SCALE + r)
-    u = x
-    if KEPT:
-        z = x + tl.load(SOURCE_TOP + ((vocab0 + c) // COLUMNS).to(tl.int64) * top_stride + source, mask=inside, other=0.0)
-        if SOFTCAP:
-            u = z / scale
-    else:
-        bias = 0.0
-        if HAS_BIAS:
-            bias = tl.load(BIAS + vocab0 + c, mask=inside, other=0.0).to(tl.float32)
-        z, u = _activate(x, scale, pre, bias, HAS_BIAS, SOFTCAP)
-    on_log_p = 0.0
-    on_p = 0.0
-    if PER_LOG_P:
-        on_log_p = tl.load(ON_LOG_P + r)
-    if PER_P:
-        on_p = tl.load(ON_P + r)
-    d = _d_logits(z - tl.load(LSE + r), tl.load(CONSTANT + r), on_log_p, on_p, PER_LOG_P, PER_P)
-    if SOFTCAP:
-        d *= 1.0 - u * u
-    tl.store(OUT + r * out_stride + c, d.to(OUT.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def place_labels(
-    OUT, LABELS, LOG_PROB, SCALE, LSE, CONSTANT, ON_LOG_P, ON_P, LABEL_GRAD, rows, low, high, out_stride,
-    BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, PER_LOG_P: tl.constexpr, PER_P: tl.constexpr,
-):  # fmt: skip
-    """Write the gradient at each row's label, one-hot term included, rounded once. LOG_PROB and LSE in units of log 2."""
-    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = r < rows
-    y = tl.load(LABELS + r, mask=inside, other=-1)
-    here = inside & (y >= low) & (y < high)
-    log_p = tl.load(LOG_PROB + r, mask=here, other=0.0)
-    log_p = tl.where(log_p < LOWEST, LOWEST, log_p)
-    on_log_p = 0.0
-    on_p = 0.0
-    if PER_LOG_P:
-        on_log_p = tl.load(ON_LOG_P + r, mask=here, other=0.0)
-    if PER_P:
-        on_p = tl.load(ON_P + r, mask=here, other=0.0)
-    constant = tl.load(CONSTANT + r, mask=here, other=0.0)
-    d = _d_logits(log_p, constant, on_log_p, on_p, PER_LOG_P, PER_P) + tl.load(LABEL_GRAD + r, mask=here, other=0.0)
-    if SOFTCAP:
-        u = (log_p + tl.load(LSE + r, mask=here, other=0.0)) / tl.load(SCALE + r, mask=here, other=1.0)
-        d *= 1.0 - u * u
-    tl.store(OUT + r.to(tl.int64) * out_stride + y - low, d.to(OUT.dtype.element_ty), mask=here)
-
-
-@triton.jit
-def add_chosen(
-    OUT, IDS, GRADS, LOG_PROBS, SCALE, LSE, rows, ids_per_row, low, high, out_stride,
-    BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """Add gradients at a few columns per row, one after the other, so that a repeated id adds up the same way each time."""
-    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = r < rows
-    for k in range(0, ids_per_row):
-        at = r.to(tl.int64) * ids_per_row + k
-        ids = tl.load(IDS + at, mask=inside, other=-1)
-        here = inside & (ids >= low) & (ids < high)
-        g = tl.load(GRADS + at, mask=here, other=0.0)
-        if SOFTCAP:
-            z = tl.load(LOG_PROBS + at, mask=here, other=0.0) + tl.load(LSE + r, mask=here, other=0.0)
-            u = z / tl.load(SCALE + r, mask=here, other=1.0)
-            g *= 1.0 - u * u
-        to = OUT + r.to(tl.int64) * out_stride + ids - low
-        d = tl.load(to, mask=here, other=0.0).to(tl.float32) + g
-        tl.store(to, d.to(OUT.dtype.element_ty), mask=here)
-        tl.debug_barrier()

@@ -57,5 +57,8 @@ def keeps_logits(memory: int, rows: int, vocab: int, device: torch.device) -> bo
     if torch.cuda.is_current_stream_capturing():
         return False
     free, _ = torch.cuda.mem_get_info(device)
+    if size <= _KEPT_SHARE * free:
+        return True
+    # What the allocator holds without using it counts too; asking for it is slow, so only where it matters.
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return size <= _KEPT_SHARE * (free + cached)

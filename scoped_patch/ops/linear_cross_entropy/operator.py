@@ -1,8 +1,13 @@
-"""The fused head as two operators of the dispatcher: Dynamo and AOTAutograd pass it through as one node each."""
+"""The fused head in autograd: as two operators of the dispatcher for torch.compile, as a plain function otherwise.
+
+Dynamo and AOTAutograd pass an operator through as one node. Called outside of them, an operator's way through the
+dispatcher and back costs some 0.3 ms of Python, as much as a tenth of a small head's time: there the same two functions
+are called from an `autograd.Function`.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +15,8 @@ from torch import Tensor
 from . import memory as budgets
 from .backends import run_backward, run_forward
 from .errors import SecondOrderGradientError
-from .problem import Head, capturing, select
-from .stats import Backward, Outputs, RowGrads
+from .problem import Inputs, Settings
+from .stats import Outputs, Upstream
 
 _INPUTS = (
     "Tensor hidden, Tensor weight, Tensor labels, Tensor temperature, Tensor? bias, Tensor? extra_hidden, "
@@ -21,55 +26,14 @@ _SETTINGS = (
     "float? softcap, float logit_scale, int ignore_index, SymInt vocab_start, SymInt vocab_size, str group_name, "
     "ScalarType compute_dtype, str backend, int memory"
 )
-# The forward's outputs that the backward reads, in the order of `Outputs` without is_top1.
-_SAVED = (
-    "Tensor log_probs, Tensor entropy, Tensor sum_sq_probs, Tensor topk_log_probs, Tensor lse, Tensor kept, Tensor kept_tops"
+_OUTPUTS = (
+    "Tensor log_probs, Tensor entropy, Tensor sum_sq_probs, Tensor is_top1, Tensor topk_log_probs, Tensor lse, "
+    "Tensor kept, Tensor kept_tops"
 )
-
-
-class Inputs(NamedTuple):
-    """The tensors of a call, flat: hidden [N, H], weight [V, H], labels [N], temperature [] or [N], topk_ids [N, K]."""
-
-    hidden: Tensor
-    weight: Tensor
-    labels: Tensor
-    temperature: Tensor
-    bias: Tensor | None
-    extra_hidden: Tensor | None
-    extra_weight: Tensor | None
-    topk_ids: Tensor | None
-
-
-class Settings(NamedTuple):
-    """The rest of a call, in types that a schema has."""
-
-    softcap: float | None
-    logit_scale: float
-    ignore_index: int
-    vocab_start: int
-    vocab_size: int
-    group_name: str
-    compute_dtype: torch.dtype
-    backend: str  # "torch" or "triton": "auto" is settled before
-    memory: int  # bytes, or budgets.LOW or budgets.AUTO
-
-    def head(self, inputs: Inputs) -> Head:
-        return Head(
-            weight=inputs.weight.to(self.compute_dtype),
-            bias=inputs.bias,
-            extra_weight=inputs.extra_weight,
-            softcap=self.softcap,
-            logit_scale=self.logit_scale,
-            ignore_index=self.ignore_index,
-            vocab_start=self.vocab_start,
-            vocab_size=self.vocab_size,
-            group_name=self.group_name,
-            compute_dtype=self.compute_dtype,
-            weight_dtype=inputs.weight.dtype,
-        )
-
-
-_N_INPUTS, _N_SETTINGS = len(Inputs._fields), len(Settings._fields)
+_UPSTREAM = "Tensor? grad_log_probs, Tensor? grad_entropy, Tensor? grad_sum_sq_probs, Tensor? grad_topk_log_probs"
+_N_INPUTS, _N_SETTINGS, _N_OUTPUTS = len(Inputs._fields), len(Settings._fields), len(Outputs._fields)
+# hidden, weight, bias, extra_hidden, extra_weight among the forward's arguments
+_DIFFERENTIABLE = (0, 1, 4, 5, 6)
 
 
 def _split(args: tuple[Any, ...]) -> tuple[Inputs, Settings, tuple[Any, ...]]:
@@ -77,34 +41,21 @@ def _split(args: tuple[Any, ...]) -> tuple[Inputs, Settings, tuple[Any, ...]]:
     return Inputs(*args[:_N_INPUTS]), Settings(*args[_N_INPUTS:end]), args[end:]
 
 
-def _forward(*args: Any) -> Outputs:
-    inputs, settings, (entropy, sum_sq, keep) = _split(args)
-    return run_forward(
-        settings.backend,
-        settings.head(inputs),
-        inputs.hidden,
-        inputs.extra_hidden,
-        inputs.labels,
-        inputs.temperature,
-        inputs.topk_ids,
-        settings.memory,
-        entropy,
-        sum_sq,
-        *_room(inputs, keep),
-    )
-
-
 def _room(inputs: Inputs, keep: bool) -> tuple[Tensor, Tensor]:
     scores, tops = budgets.kept_shapes(inputs.labels.shape[0] if keep else 0, inputs.weight.shape[0])
     return inputs.hidden.new_empty(scores, dtype=torch.float16), inputs.hidden.new_empty(tops, dtype=torch.float32)
+
+
+def _forward(*args: Any) -> Outputs:
+    inputs, settings, (entropy, sum_sq, keep) = _split(args)
+    return run_forward(inputs, settings, entropy, sum_sq, *_room(inputs, keep))
 
 
 forward_op = torch.library.custom_op(
     "scoped_patch::linear_cross_entropy",
     _forward,
     mutates_args=(),
-    schema=f"({_INPUTS}, {_SETTINGS}, bool entropy, bool sum_sq, bool keep) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({_INPUTS}, {_SETTINGS}, bool entropy, bool sum_sq, bool keep) -> ({', '.join(['Tensor'] * _N_OUTPUTS)})",
 )
 
 
@@ -119,113 +70,51 @@ def _(*args: Any) -> Outputs:
 
     topk = inputs.topk_ids
     chosen = inputs.hidden.new_empty(topk.shape, dtype=dtype) if topk is not None else row(False)
-    return row(), row(entropy), row(sum_sq), row(dtype=torch.bool), chosen, row(), *_room(inputs, keep)
+    return Outputs(row(), row(entropy), row(sum_sq), row(dtype=torch.bool), chosen, row(), *_room(inputs, keep))
 
 
-_BackwardOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+def _backward_parts(args: tuple[Any, ...]) -> tuple[Upstream, Outputs, Inputs, Settings, tuple[bool, ...]]:
+    start = 4 + _N_OUTPUTS
+    inputs, settings, (needs,) = _split(args[start:])
+    return Upstream(*args[:4]), Outputs(*args[4:start]), inputs, settings, tuple(needs)
 
 
-def _run_backward(*args: Any) -> _BackwardOutputs:
-    upstream: tuple[Tensor | None, ...] = args[:4]
-    log_probs, entropy, sum_sq, topk, lse, kept, kept_tops = args[4:11]
-    inputs, settings, (needs,) = _split(args[11:])
-    head, total = settings.head(inputs), inputs.labels.shape[0]
-    real = inputs.labels != settings.ignore_index
-    flows = torch.zeros_like(real)
-    for grad in upstream:
-        if grad is not None:
-            flows = flows | ((grad != 0) if grad.ndim == 1 else (grad != 0).any(1))
-    rows = select(head, inputs.hidden, inputs.extra_hidden, inputs.labels, inputs.temperature, real & flows)
-
-    def take(values: Tensor | None) -> Tensor | None:
-        if values is None or values.shape[0] != total:  # not asked for, so empty
-            return None
-        return values if rows.index is None else values.index_select(0, rows.index)
-
-    def take_grad(values: Tensor | None) -> Tensor | None:
-        if values is not None and rows.index is None:
-            # Nothing is left out where nothing could be counted (graph capture): make it explicit.
-            values = torch.where(real if values.ndim == 1 else real[:, None], values, 0)
-        return take(values.to(lse.dtype)) if values is not None else None
-
-    kept_rows = None
-    if kept.shape[0] and (rows.index is not None or capturing(kept)):
-        # The forward brought the rows that count to the front.
-        kept_rows = (real.cumsum(0) - 1).clamp(min=0)
-        kept_rows = kept_rows if rows.index is None else kept_rows.index_select(0, rows.index)
-    found = run_backward(
-        settings.backend,
-        Backward(
-            head=head,
-            rows=rows,
-            log_probs=log_probs if rows.index is None else log_probs.index_select(0, rows.index),
-            lse=lse if rows.index is None else lse.index_select(0, rows.index),
-            entropy=take(entropy),
-            sum_sq_probs=take(sum_sq),
-            grads=RowGrads(*map(take_grad, upstream)),
-            topk_ids=take(inputs.topk_ids),
-            topk_log_probs=take(topk),
-            kept=kept if kept.shape[0] else None,
-            kept_tops=kept_tops,
-            kept_rows=kept_rows,
-            memory=settings.memory,
-            needs=tuple(needs),
-        ),
-    )
-
-    def finish(grad: Tensor | None, like: Tensor | None, rowwise: bool = False) -> Tensor:
-        if grad is None or like is None:
-            return inputs.hidden.new_empty(0)
-        grad = grad.to(like.dtype)
-        return rows.spread(grad) if rowwise else grad
-
-    return (
-        finish(found.hidden, inputs.hidden, rowwise=True),
-        finish(found.weight, inputs.weight),
-        finish(found.bias, inputs.bias),
-        finish(found.extra_hidden, inputs.extra_hidden, rowwise=True),
-        finish(found.extra_weight, inputs.extra_weight),
-    )
+def _gradients(*args: Any) -> tuple[Tensor, ...]:
+    upstream, forward, inputs, settings, needs = _backward_parts(args)
+    found = run_backward(inputs, settings, forward, upstream, needs).tensors()
+    return tuple(inputs.hidden.new_empty(0) if grad is None else grad for grad in found)
 
 
 backward_op = torch.library.custom_op(
     "scoped_patch::linear_cross_entropy_backward",
-    _run_backward,
+    _gradients,
     mutates_args=(),
-    schema="(Tensor? grad_log_probs, Tensor? grad_entropy, Tensor? grad_sum_sq_probs, Tensor? grad_topk_log_probs, "
-    f"{_SAVED}, {_INPUTS}, {_SETTINGS}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({_UPSTREAM}, {_OUTPUTS}, {_INPUTS}, {_SETTINGS}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
 
-def _gradient_like(tensor: Tensor | None, needed: bool, hidden: Tensor) -> Tensor:
-    return torch.empty_like(tensor) if tensor is not None and needed else hidden.new_empty(0)
-
-
 @backward_op.register_fake
-def _(*args: Any) -> _BackwardOutputs:
-    inputs, _settings, (needs,) = _split(args[11:])
-    hidden, weight, bias, extra_hidden, extra_weight = needs
-    return (
-        inputs.hidden.new_empty(inputs.hidden.shape if hidden else (0,)),
-        _gradient_like(inputs.weight, weight, inputs.hidden),
-        _gradient_like(inputs.bias, bias, inputs.hidden),
-        inputs.hidden.new_empty(0)
-        if inputs.extra_hidden is None or not extra_hidden
-        else inputs.extra_hidden.new_empty(inputs.extra_hidden.shape),
-        _gradient_like(inputs.extra_weight, extra_weight, inputs.hidden),
-    )
+def _(*args: Any) -> tuple[Tensor, ...]:
+    _, _, inputs, _, needs = _backward_parts(args)
+    grads = []
+    for position, needed in zip(_DIFFERENTIABLE, needs, strict=True):
+        tensor = inputs[position]
+        if tensor is None or not needed:
+            grads.append(inputs.hidden.new_empty(0))
+        elif position in (0, 5):
+            grads.append(tensor.new_empty(tensor.shape))
+        else:
+            grads.append(torch.empty_like(tensor))
+    return tuple(grads)
 
 
-_DIFFERENTIABLE = (0, 1, 4, 5, 6)  # hidden, weight, bias, extra_hidden, extra_weight among the forward's arguments
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    outputs = Outputs(*output)
     ctx.set_materialize_grads(False)
-    log_probs, entropy, sum_sq, _, topk, lse, kept, kept_tops = output
-    ctx.mark_non_differentiable(lse, kept, kept_tops)
+    ctx.mark_non_differentiable(outputs.is_top1, outputs.lse, outputs.kept, outputs.kept_tops)
     tensors, settings, (want_entropy, want_sum_sq, _) = _split(inputs)
     ctx.wanted = (True, want_entropy, want_sum_sq, tensors.topk_ids is not None)
-    ctx.save_for_backward(log_probs, entropy, sum_sq, topk, lse, kept, kept_tops, *tensors)
+    ctx.save_for_backward(*outputs, *tensors)
     ctx.settings = settings
 
 
@@ -236,11 +125,18 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     needs = [bool(ctx.needs_input_grad[i]) for i in _DIFFERENTIABLE]
     results: list[Tensor | None] = [None] * (_N_INPUTS + _N_SETTINGS + 3)
     if any(g is not None for g in upstream) and any(needs):
-        found = backward_op(*upstream, *ctx.saved_tensors, *ctx.settings, needs)
+        # Grad mode is on where a graph of the backward is wanted: the operator refuses to be differentiated.
+        gradients = _gradients if ctx.plain and not torch.is_grad_enabled() else backward_op
+        found = gradients(*upstream, *ctx.saved_tensors, *ctx.settings, needs)
         for position, needed, grad in zip(_DIFFERENTIABLE, needs, found, strict=True):
             if needed:
                 results[position] = grad
     return tuple(results)
+
+
+def _operator_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    ctx.plain = False
+    return _backward(ctx, *grads)
 
 
 def _refuse_second_order(ctx: Any, *grads: Tensor | None) -> Any:
@@ -250,5 +146,33 @@ def _refuse_second_order(ctx: Any, *grads: Tensor | None) -> Any:
     )
 
 
-forward_op.register_autograd(_backward, setup_context=_setup_context)
+forward_op.register_autograd(_operator_backward, setup_context=_setup_context)
 backward_op.register_autograd(_refuse_second_order)
+
+
+class _Function(torch.autograd.Function):
+    """The same without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Outputs:
+        outputs = _forward(*args)
+        _setup_context(ctx, args, outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.plain = True
+        return _backward(ctx, *grads)
+
+
+def _plain(inputs: Inputs) -> bool:
+    """Whether nothing looks on that would want to see an operator: no compiler, no dispatch mode, no odd tensors."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    return all(t is None or (type(t) in (Tensor, torch.nn.Parameter) and t.device.type in ("cpu", "cuda")) for t in inputs)
+
+
+def apply(inputs: Inputs, settings: Settings, entropy: bool, sum_sq: bool, keep: bool) -> Outputs:
+    """The outputs, in the graph of autograd."""
+    call = _Function.apply if _plain(inputs) else forward_op
+    return Outputs(*call(*inputs, *settings, entropy, sum_sq, keep))

@@ -1,8 +1,9 @@
-"""What both backends work on: the rows that count, in the dtype they are computed in."""
+"""A call in plain form: what both backends work on, and the rows of it that count."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,11 +14,53 @@ from .errors import LabelOutOfRangeError
 VERY_LOW = -1e30
 
 
+class Inputs(NamedTuple):
+    """The tensors of a call, flat: hidden [N, H], weight [V, H], labels [N], topk_ids [N, K]."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    temperature: Tensor  # [] or [N], fp32 or fp64; a number is [] on the CPU
+    bias: Tensor | None
+    extra_hidden: Tensor | None
+    extra_weight: Tensor | None
+    topk_ids: Tensor | None
+
+
+class Settings(NamedTuple):
+    """The rest of a call, in types that an operator's schema has."""
+
+    softcap: float | None
+    logit_scale: float
+    ignore_index: int
+    vocab_start: int
+    vocab_size: int
+    group_name: str
+    compute_dtype: torch.dtype
+    backend: str  # "torch" or "triton": "auto" is settled before
+    memory: int  # bytes, or memory.LOW or memory.AUTO
+
+    def head(self, inputs: Inputs) -> Head:
+        return Head(
+            weight=inputs.weight.to(self.compute_dtype),
+            bias=inputs.bias,
+            extra_weight=inputs.extra_weight,
+            softcap=self.softcap,
+            logit_scale=self.logit_scale,
+            ignore_index=self.ignore_index,
+            vocab_start=self.vocab_start,
+            vocab_size=self.vocab_size,
+            group_name=self.group_name,
+            compute_dtype=self.compute_dtype,
+            weight_dtype=inputs.weight.dtype,
+        )
+
+
 @dataclass(frozen=True)
 class Head:
     """The linear head and the transforms of its logits, and this process's share of the vocabulary."""
 
-    weight: Tensor  # [V, H]
+    weight: Tensor  # [V, H] in the compute dtype
     bias: Tensor | None  # [V]
     extra_weight: Tensor | None  # [V, R]
     softcap: float | None
@@ -41,28 +84,38 @@ class Rows:
     hidden: Tensor  # [N, H] in the compute dtype
     extra_hidden: Tensor | None  # [N, R]
     labels: Tensor  # [N] int64, counted from the start of the whole vocabulary
-    temperature: Tensor  # [] or [N], fp32 or fp64
+    temperature: Tensor  # [] or [N]
     total: int
     index: Tensor | None = field(default=None)
 
+    def take(self, values: Tensor) -> Tensor:
+        """Of [total, ...] values those of the rows: [N, ...]."""
+        return values if self.index is None else values.index_select(0, self.index)
+
     def spread(self, values: Tensor) -> Tensor:
         """Put [N, ...] values at their rows of a zero tensor [total, ...]."""
-        if self.index is None:
-            return values
-        full = values.new_zeros((self.total, *values.shape[1:]))
-        full[self.index] = values
-        return full
+        return spread(values, self.index, self.total)
+
+
+def spread(values: Tensor, index: Tensor | None, total: int) -> Tensor:
+    """[total, ...] with `values` [N, ...] at the rows `index`, else 0; `values` itself where `index` is None."""
+    if index is None:
+        return values
+    full = values.new_zeros((total, *values.shape[1:]))
+    full[index] = values
+    return full
 
 
 def check_labels(labels: Tensor, head: Head) -> None:
-    """Raise where a label is out of range. Reads the device: call it where a read is paid for anyway."""
+    """Raise where a label is out of range. Reads the device."""
     valid = labels != head.ignore_index
     bad = valid & ((labels < 0) | (labels >= head.vocab_size))
     if bool(bad.any()):
         where = int(bad.nonzero()[0])
         raise LabelOutOfRangeError(
-            f"labels: {int(bad.sum())} of {labels.numel()} are out of range, the first is {int(labels[where])} at flat position "
-            f"{where}; they must lie in [0, {head.vocab_size}) (the rows of weight) or be ignore_index={head.ignore_index}"
+            f"labels: {int(bad.sum())} of {labels.numel()} are out of range, the first is {int(labels[where])} at flat "
+            f"position {where}; they must lie in [0, {head.vocab_size}) (the rows of weight) or be "
+            f"ignore_index={head.ignore_index}"
         )
 
 
@@ -71,17 +124,27 @@ def capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def select(head: Head, hidden: Tensor, extra_hidden: Tensor | None, labels: Tensor, temperature: Tensor, keep: Tensor) -> Rows:
-    """The rows where `keep` [total] is true. Costs one read of a count from the device, none while capturing."""
-    total = labels.shape[0]
-    index = None
-    if total and not capturing(labels):
-        index = keep.nonzero().squeeze(1)
-        if index.shape[0] == total:
-            index = None
-    if index is not None:
-        hidden, labels = hidden.index_select(0, index), labels.index_select(0, index)
-        extra_hidden = extra_hidden.index_select(0, index) if extra_hidden is not None else None
-        temperature = temperature.index_select(0, index) if temperature.ndim else temperature
-    extra_hidden = extra_hidden.to(head.compute_dtype) if extra_hidden is not None else None
-    return Rows(hidden.to(head.compute_dtype), extra_hidden, labels, temperature, total, index)
+def counted(keep: Tensor) -> Tensor | None:
+    """Where `keep` [total] is true, None where it is everywhere. Waits for the device; None while capturing."""
+    if keep.shape[0] == 0 or capturing(keep):
+        return None
+    index = keep.nonzero().squeeze(1)
+    return None if index.shape[0] == keep.shape[0] else index
+
+
+def select(head: Head, inputs: Inputs, keep: Tensor) -> Rows:
+    """The rows where `keep` [total] is true."""
+    index = counted(keep)
+
+    def take(values: Tensor) -> Tensor:
+        return values if index is None else values.index_select(0, index)
+
+    extra = inputs.extra_hidden
+    return Rows(
+        hidden=take(inputs.hidden).to(head.compute_dtype),
+        extra_hidden=take(extra).to(head.compute_dtype) if extra is not None else None,
+        labels=take(inputs.labels),
+        temperature=take(inputs.temperature) if inputs.temperature.ndim else inputs.temperature,
+        total=inputs.labels.shape[0],
+        index=index,
+    )

@@ -8,14 +8,15 @@ states' gradient in fp32, so no error grows with the number of blocks.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from . import memory as budgets
-from .problem import VERY_LOW, Head, Rows, capturing, check_labels, select
+from .problem import VERY_LOW, Head, Inputs, Rows, Settings, capturing, check_labels, select
 from .products import has_out_dtype, multiply
-from .stats import Backward, Gradients, Outputs, Stats, merge
+from .stats import Gradients, Outputs, Stats, Upstream, merge
 
 
 class _Blocks:
@@ -76,25 +77,14 @@ class _Blocks:
         return column.clamp(0, high - low - 1), (column >= 0) & (column < high - low)
 
 
-def run_forward(
-    head: Head,
-    hidden: Tensor,
-    extra_hidden: Tensor | None,
-    labels: Tensor,
-    temperature: Tensor,
-    topk: Tensor | None,
-    memory: int,
-    entropy: bool,
-    sum_sq: bool,
-    kept: Tensor,
-    kept_tops: Tensor,
-) -> Outputs:
-    """The operator's outputs, see `stats.Outputs`. This backend keeps no logits: `kept` is handed on as it is."""
-    if not capturing(labels):
-        check_labels(labels, head)
-    rows = select(head, hidden, extra_hidden, labels, temperature, labels != head.ignore_index)
-    topk = topk if topk is None or rows.index is None else topk[rows.index]
-    stats = _statistics(head, rows, memory, entropy, sum_sq, topk)
+def run_forward(inputs: Inputs, settings: Settings, entropy: bool, sum_sq: bool, kept: Tensor, kept_tops: Tensor) -> Outputs:
+    """The outputs. This backend keeps no logits: `kept` and `kept_tops` are handed on as they are."""
+    head = settings.head(inputs)
+    if not capturing(inputs.labels):
+        check_labels(inputs.labels, head)
+    rows = select(head, inputs, inputs.labels != head.ignore_index)
+    topk = rows.take(inputs.topk_ids) if inputs.topk_ids is not None else None
+    stats = _statistics(head, rows, settings.memory, entropy, sum_sq, topk)
     # Ignored labels are only still among the rows when nothing could be counted (graph capture).
     return stats.outputs(rows, rows.labels != head.ignore_index, kept, kept_tops)
 
@@ -130,16 +120,68 @@ def _statistics(head: Head, rows: Rows, memory: int, entropy: bool, sum_sq: bool
     return merge(head, top, total, centred if entropy else None, squares if sum_sq else None, label_logit, topk_logits)
 
 
-def run_backward(problem: Backward) -> Gradients:
-    """Gradients of the rows that something flows into, summed in fp32 or fp64."""
-    head, rows, topk = problem.head, problem.rows, problem.topk_ids
-    blocks = _Blocks(head, rows, problem.memory, buffers=2)
-    c = problem.coefficients()
+@dataclass
+class _Coefficients:
+    """d logits = p * (constant + per_log_p * log p + per_p * p), plus `label` at the label and `topk` at the chosen ids.
+
+    The logits' own scale and the temperature are in them.
+    """
+
+    constant: Tensor  # [N]
+    per_log_p: Tensor | None
+    per_p: Tensor | None
+    label: Tensor | None
+    topk: Tensor | None  # [N, K]
+
+
+def _coefficients(head: Head, rows: Rows, forward: Outputs, upstream: Upstream, dtype: torch.dtype) -> _Coefficients:
+    # Rows with an ignored label are only here while nothing can be counted: nothing flows into them.
+    real = rows.labels != head.ignore_index
+    factor = torch.where(real, head.logit_scale / rows.temperature.to(dtype), 0)
+
+    def scaled(grad: Tensor | None) -> Tensor | None:
+        if grad is None:
+            return None
+        return rows.take(grad.to(dtype)) * (factor if grad.ndim == 1 else factor[:, None])
+
+    label, entropy, squares, topk = map(scaled, upstream)
+    constant = torch.zeros_like(factor)
+    if label is not None:
+        constant = constant - label
+    if topk is not None:
+        constant = constant - topk.sum(1)
+    if entropy is not None:
+        constant = constant - entropy * rows.take(forward.entropy)
+    if squares is not None:
+        squares = 2 * squares
+        constant = constant - squares * rows.take(forward.sum_sq_probs)
+    return _Coefficients(constant, None if entropy is None else -entropy, squares, label, topk)
+
+
+def run_backward(
+    inputs: Inputs, settings: Settings, forward: Outputs, upstream: Upstream, needs: tuple[bool, ...]
+) -> Gradients:
+    """Gradients of the inputs, from the rows that something flows into, summed in fp32 or fp64."""
+    head = settings.head(inputs)
+    flows = inputs.labels != head.ignore_index
+    some = torch.zeros_like(flows)
+    for grad in upstream:
+        if grad is not None:
+            some = some | ((grad != 0) if grad.ndim == 1 else (grad != 0).any(1))
+    rows = select(head, inputs, flows & some)
+    blocks = _Blocks(head, rows, settings.memory, buffers=2)
+    out = Gradients.room(head, rows, blocks.dtype, needs)
+    if blocks.n == 0:
+        out.zero()
+        return out.finish(head, rows, inputs)
+    c = _coefficients(head, rows, forward, upstream, blocks.dtype)
+    topk = rows.take(inputs.topk_ids) if inputs.topk_ids is not None else None
+    # An ignored row's log-sum-exp is not known: with this one its probabilities are 0.
+    lse = torch.where(rows.labels != head.ignore_index, rows.take(forward.lse), -VERY_LOW)
     row = torch.arange(blocks.n, device=rows.hidden.device)
-    out = Gradients.empty(problem, blocks.dtype)
     for low, high in blocks:
         weight = blocks.weight(low, high)
-        d = blocks.logits(low, high, weight, slope=True).sub_(problem.lse[:, None])
+        d = blocks.logits(low, high, weight, slope=True).sub_(lse[:, None])
         p = torch.exp(d, out=blocks.buffer(1, high - low))
         if c.per_log_p is not None:
             if head.bias is not None:  # only a bias can be -inf, and 0 * inf is NaN
@@ -164,8 +206,7 @@ def run_backward(problem: Backward) -> Gradients:
         if blocks.slope is not None:
             d.mul_(blocks.slope)
         _multiply_out(blocks, out, d, weight, low, high)
-    out.sum_over_group(head.group_name)
-    return out
+    return out.finish(head, rows, inputs)
 
 
 def _multiply_out(blocks: _Blocks, out: Gradients, d: Tensor, weight: Tensor, low: int, high: int) -> None:
@@ -178,7 +219,7 @@ def _multiply_out(blocks: _Blocks, out: Gradients, d: Tensor, weight: Tensor, lo
     if out.extra_weight is not None and blocks.extra_hidden is not None:
         multiply(out.extra_weight[low:high], d.t(), blocks.extra_hidden)
     if out.hidden is not None:
-        multiply(out.hidden, d, weight, accumulate=True)
+        multiply(out.hidden, d, weight, accumulate=low > 0)
     extra = blocks.extra_weight(low, high)
     if out.extra_hidden is not None and extra is not None:
-        multiply(out.extra_hidden, d, extra, accumulate=True)
+        multiply(out.extra_hidden, d, extra, accumulate=low > 0)

@@ -9,6 +9,7 @@ gradient to cuBLAS.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from . import kernels as k
 from . import memory as budgets
-from .problem import Head, Rows, select
+from .problem import Head, Inputs, Rows, Settings, select
 from .products import multiply
 from .stats import Outputs, merge
 
@@ -80,10 +81,11 @@ def scales(head: Head) -> tuple[float, float]:
     return head.softcap * LOG2E, head.logit_scale / head.softcap
 
 
-def row_scale(head: Head, temperature: Tensor, rows: int) -> Tensor:
-    """[rows] fp32."""
-    scale = (scales(head)[0] / temperature.double()).float()
-    return scale if scale.ndim else scale.expand(rows).contiguous()
+def scalar(temperature: Tensor) -> tuple[float, Tensor | None, int]:
+    """(what to divide by on the host, a tensor to divide by per row, its stride)."""
+    if temperature.ndim == 0 and temperature.device.type == "cpu" and not k.INTERPRETED:
+        return float(temperature), None, 0
+    return 1.0, temperature, temperature.stride(0) if temperature.ndim else 0
 
 
 def options(head: Head) -> dict[str, Any]:
@@ -92,31 +94,45 @@ def options(head: Head) -> dict[str, Any]:
 
 
 class _Forward:
-    """One forward: where the statistics of parts go, and where their merge goes, [total] each, 0 at ignored rows."""
+    """One forward: where the statistics of parts go, and where their merge goes, [total] each."""
 
     def __init__(self, head: Head, like: Tensor, total: int, entropy: bool, sum_sq: bool) -> None:
         self.head, self.total, self.entropy, self.sum_sq = head, total, entropy, sum_sq
         self.final = not head.group_name
-        self.label_logit = like.new_zeros(total, dtype=torch.float32)
-        self.first, self.second = (torch.zeros_like(self.label_logit) for _ in range(2))
         none = like.new_empty(0, dtype=torch.float32)
-        self.third = torch.zeros_like(self.first) if entropy else none
-        self.fourth = torch.zeros_like(self.first) if sum_sq else none.clone()
-        self.last = torch.zeros_like(self.first, dtype=torch.bool) if self.final else torch.ones_like(self.first)
+        self.label_logit, self.first, self.second = (like.new_empty(total, dtype=torch.float32) for _ in range(3))
+        self.third = torch.empty_like(self.first) if entropy else none
+        self.fourth = torch.empty_like(self.first) if sum_sq else none.clone()
+        self.last = torch.empty_like(self.first, dtype=torch.bool if self.final else torch.float32)
+        self.scale = torch.empty_like(self.first)
+        # The rows that count come first: their numbers among all rows, and their labels among this process's.
+        self.index, self.local = (like.new_empty(total, dtype=torch.int64) for _ in range(2))
+
+    @property
+    def results(self) -> tuple[Tensor, ...]:
+        last = self.last.view(torch.int8) if self.final else self.last
+        return self.first, self.second, self.third, self.fourth, last
+
+    def compact(self, inputs: Inputs, position: Tensor) -> None:
+        head = self.head
+        host, temperature, stride = scalar(inputs.temperature)
+        k.compact_rows[(-(-self.total // 1024),)](
+            inputs.labels, position, temperature, self.index, self.local, self.scale, *self.results, self.label_logit,
+            self.total, head.vocab_start, scales(head)[0] / host, head.ignore_index, stride,
+            BLOCK=1024, PER_ROW=temperature is not None, ENTROPY=self.entropy, SUM_SQ=self.sum_sq, FINAL=self.final,
+        )  # fmt: skip
 
     def allocate(self, parts: int, rows: int, tops: Tensor | None = None) -> None:
         """Room for `parts` column parts of `rows` rows; the maxima go to `tops` [parts, rows] where given."""
-        store = iter(self.first.new_empty((1 + self.entropy + self.sum_sq, parts, rows)).unbind(0))
+        store = self.first.new_empty((1 + self.entropy + self.sum_sq, parts, rows))
         top = self.first.new_empty((parts, rows)) if tops is None else tops
-        total = next(store)
-        self.parts = (top, total, next(store) if self.entropy else top, next(store) if self.sum_sq else top)
+        self.parts = (top, store[0], store[1] if self.entropy else top, store[-1] if self.sum_sq else top)
         self.count, self.stride = parts, rows
 
-    def combine(self, labels: Tensor, index: Tensor, count: Tensor, row0: int, rows: int) -> None:
+    def combine(self, count: Tensor, row0: int, rows: int) -> None:
         head = self.head
         k.combine_parts[(-(-rows // 32),)](
-            *self.parts, self.label_logit, labels, index, count,
-            self.first, self.second, self.third, self.fourth, self.last.view(torch.int8) if self.final else self.last,
+            *self.parts, self.label_logit, self.local, self.index, count, *self.results,
             row0, rows, self.count, self.stride, -head.vocab_start, head.vocab_size - head.vocab_start,
             BLOCK=32, PARTS=16, ENTROPY=self.entropy, SUM_SQ=self.sum_sq, FINAL=self.final, num_warps=4,
         )  # fmt: skip
@@ -126,7 +142,7 @@ class _Forward:
             chosen = self.first.new_empty(0)
             if topk_logits is not None:
                 chosen = torch.where(real[:, None], topk_logits - self.second[:, None], 0)
-            return self.first, self.third, self.fourth, self.last, chosen, self.second, kept, kept_tops
+            return Outputs(self.first, self.third, self.fourth, self.last, chosen, self.second, kept, kept_tops)
         stats = merge(
             self.head,
             self.second,
@@ -139,100 +155,68 @@ class _Forward:
         return stats.outputs(rows, real, kept, kept_tops)
 
 
-def run_forward(
-    head: Head,
-    hidden: Tensor,
-    extra_hidden: Tensor | None,
-    labels: Tensor,
-    temperature: Tensor,
-    topk: Tensor | None,
-    memory: int,
-    entropy: bool,
-    sum_sq: bool,
-    kept: Tensor,
-    kept_tops: Tensor,
-) -> Outputs:
-    """The operator's outputs, see `stats.Outputs`. A `kept` that is not empty is filled where the fused route runs."""
-    total = labels.shape[0]
-    state = _Forward(head, hidden, total, entropy, sum_sq)
-    real = labels != head.ignore_index
-    hidden = hidden.to(head.compute_dtype)
-    everything = Rows(hidden, None, labels, temperature, total)
-    if total and fused_route(head):
-        _fused(state, hidden, labels, real, temperature, kept, kept_tops)
-    elif total:
-        _in_blocks(state, hidden, extra_hidden, labels, real, temperature, memory)
-    chosen = _chosen_logits(head, hidden, extra_hidden, temperature, topk) if topk is not None else None
-    return state.outputs(everything, real, chosen, kept, kept_tops)
+def run_forward(inputs: Inputs, settings: Settings, entropy: bool, sum_sq: bool, kept: Tensor, kept_tops: Tensor) -> Outputs:
+    """The outputs. A `kept` that is not empty is filled where the fused route runs."""
+    head, total = settings.head(inputs), inputs.labels.shape[0]
+    inputs = inputs._replace(hidden=inputs.hidden.to(head.compute_dtype))
+    state = _Forward(head, inputs.hidden, total, entropy, sum_sq)
+    real = inputs.labels != head.ignore_index
+    if total:
+        position = real.cumsum(0)
+        state.compact(inputs, position)
+        if fused_route(head):
+            _fused(state, inputs.hidden, position[-1:], kept, kept_tops)
+        else:
+            _in_blocks(state, inputs, real, settings.memory)
+    topk = _chosen_logits(head, inputs) if inputs.topk_ids is not None else None
+    rows = Rows(inputs.hidden, None, inputs.labels, inputs.temperature, total)
+    return state.outputs(rows, real, topk, kept, kept_tops)
 
 
-def _fused(
-    state: _Forward, hidden: Tensor, labels: Tensor, real: Tensor, temperature: Tensor, kept: Tensor, kept_tops: Tensor
-) -> None:
+def _fused(state: _Forward, hidden: Tensor, count: Tensor, kept: Tensor, kept_tops: Tensor) -> None:
     """Without waiting for the device: how many rows count is known only there, and the kernels read it there."""
     head = state.head
     total, size = hidden.shape
     vocab = head.weight.shape[0]
-    position = real.cumsum(0)
-    count = position[-1:].to(torch.int32)
-    index, local = torch.zeros_like(labels), torch.zeros_like(labels)
-    scale = torch.zeros_like(state.first)
-    numerator, pre = scales(head)
-    k.compact_rows[(-(-total // 1024),)](
-        labels, position, temperature, index, local, scale, total, head.vocab_start, numerator, head.ignore_index,
-        temperature.stride(0) if temperature.ndim else 0, BLOCK=1024,
-    )  # fmt: skip
     rows, columns, inner, stages, warps = tile_sizes()
-    x = descriptor(hidden.index_select(0, index), rows, inner)
-    weight = descriptor(head.weight, columns, inner)
     keep = kept.numel() > 0
-    target = descriptor(kept[:, :vocab], rows, columns) if keep else x
     tiles = -(-vocab // columns)
     # The maxima of kept scores are kept too, so all rows go in one launch then.
     launch = total if keep else min(total, _FORWARD_ROWS)
     state.allocate(tiles, launch, kept_tops if keep else None)
+    x = descriptor(hidden.index_select(0, state.index), rows, inner)
+    weight = descriptor(head.weight, columns, inner)
+    target = descriptor(kept[:, :vocab], rows, columns) if keep else x
     simple = head.bias is None and head.softcap is None
     for row0 in range(0, total, launch):
         n = min(launch, total - row0)
         grid = min(programs(hidden), -(-n // rows) * tiles)
         k.forward_tiles[(grid,)](
-            x, weight, target, local, scale, head.bias, count, *state.parts, state.label_logit,
-            row0, n, state.stride, vocab, size, pre,
+            x, weight, target, state.local, state.scale, head.bias, count, *state.parts, state.label_logit,
+            row0, n, state.stride, vocab, size, scales(head)[1],
             ROWS=rows, COLUMNS=columns, INNER=inner, GROUP=GROUP, PROGRAMS=grid, SIMPLE=simple, ENTROPY=state.entropy,
             SUM_SQ=state.sum_sq, KEEP=keep, FLATTEN=True, num_stages=stages, num_warps=warps, **options(head),
         )  # fmt: skip
-        state.combine(local, index, count, row0, n)
+        state.combine(count, row0, n)
 
 
-def _in_blocks(
-    state: _Forward,
-    hidden: Tensor,
-    extra_hidden: Tensor | None,
-    labels: Tensor,
-    real: Tensor,
-    temperature: Tensor,
-    memory: int,
-) -> None:
+def _in_blocks(state: _Forward, inputs: Inputs, real: Tensor, memory: int) -> None:
     head = state.head
-    rows = select(head, hidden, extra_hidden, labels, temperature, real)
+    rows = select(head, inputs, real)
     n = rows.hidden.shape[0]
     if n == 0:
         return
     blocks = ProductBlocks(head, rows, memory)
-    scale = row_scale(head, rows.temperature, n)
-    local = rows.labels - head.vocab_start
-    index = rows.index if rows.index is not None else torch.arange(n, device=hidden.device)
-    count = torch.full((1,), n, dtype=torch.int32, device=hidden.device)
     splits = 1 if k.INTERPRETED else 4
     state.allocate(len(blocks) * splits, n)
     for number, (low, high) in enumerate(blocks):
         product = blocks.product(low, high)
         k.block_stats[(n, splits)](
-            product, local, scale, head.bias, *state.parts, state.label_logit,
-            high - low, product.stride(0), -(-(high - low) // splits), number * splits, state.stride, low, scales(head)[1],
+            product, state.local, state.scale, head.bias, *state.parts, state.label_logit, high - low,
+            product.stride(0), -(-(high - low) // splits), number * splits, state.stride, low, scales(head)[1],
             BLOCK=256 if k.INTERPRETED else 2048, ENTROPY=state.entropy, SUM_SQ=state.sum_sq, **options(head),
         )  # fmt: skip
-    state.combine(local, index, count, 0, n)
+    state.combine(torch.full((1,), n, dtype=torch.int64, device=real.device), 0, n)
 
 
 class ProductBlocks:
@@ -248,7 +232,7 @@ class ProductBlocks:
     def __len__(self) -> int:
         return -(-self.vocab // self.width)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[tuple[int, int]]:
         for low in range(0, self.vocab, self.width):
             yield low, min(self.vocab, low + self.width)
 
@@ -261,35 +245,44 @@ class ProductBlocks:
         return out
 
 
-def _chosen_logits(head: Head, hidden: Tensor, extra_hidden: Tensor | None, temperature: Tensor, topk: Tensor) -> Tensor:
-    """[total, K] logits at `topk`, 0 at ids of other processes."""
-    total, ids_per_row = topk.shape
+def _chosen_logits(head: Head, inputs: Inputs) -> Tensor:
+    """[total, K] logits at `topk_ids`, 0 at ids of other processes."""
+    hidden, topk = inputs.hidden, inputs.topk_ids
+    assert topk is not None
     out = hidden.new_zeros(topk.shape, dtype=torch.float32)
     if not topk.numel():
         return out
-    if head.extra_weight is not None and extra_hidden is not None:
-        # The kernel knows one linear term: put the two side by side, for the chosen rows only.
-        local = (topk - head.vocab_start).clamp(0, head.weight.shape[0] - 1)
-        rows = hidden.shape[0]
-        u = torch.empty_like(out)
-        for row in range(0, rows, 1024):
-            at = slice(row, row + 1024)
-            u[at] = torch.einsum("nh,nkh->nk", hidden[at].float(), head.weight[local[at]].float())
-            extra = head.extra_weight[local[at]].float()
-            u[at] += torch.einsum("nr,nkr->nk", extra_hidden[at].float(), extra)
-        if head.bias is not None:
-            u += head.bias[local].float()
-        u *= head.logit_scale
-        if head.softcap is not None:
-            u = head.softcap * torch.tanh(u / head.softcap)
-        u /= (temperature if temperature.ndim == 0 else temperature[:, None]).float()
-        return torch.where(local == topk - head.vocab_start, u, 0)
+    if inputs.extra_hidden is not None:
+        return _chosen_logits_of_two_terms(head, inputs)
     if hidden.stride(1) != 1:
         hidden = hidden.contiguous()
     weight = head.weight if head.weight.stride(1) == 1 else head.weight.contiguous()
-    k.chosen_logits[(total, -(-ids_per_row // 16))](
-        hidden, weight, head.bias, row_scale(head, temperature, total), (topk - head.vocab_start).contiguous(), out,
-        ids_per_row, hidden.shape[1], weight.shape[0], hidden.stride(0), weight.stride(0), scales(head)[1],
-        CHOSEN=16, INNER=128, **options(head),
+    scale = (scales(head)[0] / inputs.temperature.double()).float().to(out.device).expand(topk.shape[0]).contiguous()
+    k.chosen_logits[(topk.shape[0], -(-topk.shape[1] // 16))](
+        hidden, weight, head.bias, scale, (topk - head.vocab_start).contiguous(), out, topk.shape[1], hidden.shape[1],
+        weight.shape[0], hidden.stride(0), weight.stride(0), scales(head)[1], CHOSEN=16, INNER=128, **options(head),
     )  # fmt: skip
     return out
+
+
+def _chosen_logits_of_two_terms(head: Head, inputs: Inputs) -> Tensor:
+    """The kernel knows one linear term; with a second one the chosen rows are gathered, some tokens at a time."""
+    topk, extra_hidden, extra_weight = inputs.topk_ids, inputs.extra_hidden, head.extra_weight
+    assert topk is not None
+    assert extra_hidden is not None
+    assert extra_weight is not None
+    local = topk - head.vocab_start
+    held = local.clamp(0, head.weight.shape[0] - 1)
+    z = inputs.hidden.new_empty(topk.shape, dtype=torch.float32)
+    for low in range(0, topk.shape[0], 256):
+        at = slice(low, low + 256)
+        z[at] = torch.einsum("nh,nkh->nk", inputs.hidden[at].float(), head.weight[held[at]].float())
+        z[at] += torch.einsum("nr,nkr->nk", extra_hidden[at].float(), extra_weight[held[at]].float())
+    if head.bias is not None:
+        z += head.bias[held].float()
+    z *= head.logit_scale
+    if head.softcap is not None:
+        z = head.softcap * torch.tanh(z / head.softcap)
+    temperature = inputs.temperature
+    z /= (temperature if temperature.ndim == 0 else temperature[:, None]).float()
+    return torch.where(local == held, z, 0)

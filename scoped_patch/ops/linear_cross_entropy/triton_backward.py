@@ -1,118 +1,174 @@
-"""The backward of the GPU backend: blocks of the logits' gradient from tiles, from kept logits or from products."""
+"""The backward of the GPU backend: blocks of the logits' gradient from tiles, from kept scores or from products."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from . import kernels as k
+from . import kernels_backward as k
 from . import memory as budgets
-from .problem import Head
+from .kernels import INTERPRETED
+from .problem import Head, Inputs, Rows, Settings, capturing, counted
 from .products import multiply
-from .stats import Backward, Coefficients, Gradients
+from .stats import Gradients, Outputs, Upstream
 from .triton_backend import (
     GROUP,
-    LOG2E,
     ProductBlocks,
     descriptor,
     fused_route,
     options,
     programs,
-    row_scale,
+    scalar,
     scales,
     tile_sizes,
 )
 
+_ROW_BLOCK = 256
 
-class _RowTerms:
-    """Per-row inputs of the gradient kernels, in units of log 2 where they meet scores."""
 
-    def __init__(self, problem: Backward) -> None:
-        self.problem = problem
-        self.coefficients: Coefficients = problem.coefficients()
-        c = self.coefficients
-        self.scale = row_scale(problem.head, problem.rows.temperature, problem.rows.hidden.shape[0])
-        self.lse = problem.lse * LOG2E
-        self.log_probs = problem.log_probs * LOG2E
-        self.constant = c.constant.contiguous()
-        self.per_log_p = c.per_log_p / LOG2E if c.per_log_p is not None else self.lse
-        self.per_p = c.per_p.contiguous() if c.per_p is not None else self.lse
-        self.flags = {"PER_LOG_P": c.per_log_p is not None, "PER_P": c.per_p is not None}
-        self.local = problem.rows.labels - problem.head.vocab_start
-        self.topk = (problem.topk_ids - problem.head.vocab_start).contiguous() if problem.topk_ids is not None else None
+class _Upstream:
+    """The upstream gradients as the kernels take them: pointers, strides, and which there are."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self.given = [g is not None for g in upstream]
+        self.flags = {f"HAS_{i}": given for i, given in enumerate(self.given)}
+        topk = upstream.topk_log_probs
+        self.pointers = tuple(upstream)
+        rows = [g.stride(0) if g is not None else 0 for g in upstream]
+        self.strides = (*rows, topk.stride(1) if topk is not None else 0, topk.shape[1] if topk is not None else 0)
+
+
+class _Terms:
+    """Per-row inputs of the gradient kernels; see `kernels_backward.prepare_rows`."""
+
+    def __init__(self, head: Head, inputs: Inputs, forward: Outputs, upstream: _Upstream, index: Tensor | None, n: int) -> None:
+        self.n, self.head = n, head
+        self.local = inputs.labels.new_empty(n)
+        terms = inputs.hidden.new_empty((7, n), dtype=torch.float32)
+        self.scale, self.lse, self.constant, self.on_log_p, self.on_p, self.label, self.log_prob = terms.unbind(0)
+        log_probs, entropy, squares, self.has_topk = upstream.given
+        self.has_label = log_probs
+        self.flags = {"PER_LOG_P": entropy, "PER_P": squares}
+        self.ids_per_row = upstream.strides[-1]
+        self.ids = inputs.labels.new_empty((n, self.ids_per_row))
+        self.topk = terms.new_empty((2, n, self.ids_per_row))
+        host, temperature, stride = scalar(inputs.temperature)
+        topk_ids = inputs.topk_ids.contiguous() if inputs.topk_ids is not None and self.has_topk else None
+        k.prepare_rows[(-(-n // _ROW_BLOCK),)](
+            index, inputs.labels, temperature, forward.log_probs, forward.lse, forward.entropy, forward.sum_sq_probs,
+            forward.topk_log_probs, topk_ids, *upstream.pointers, self.local, terms, self.topk, self.ids,
+            n, head.ignore_index, head.vocab_start, scales(head)[0] / host, head.logit_scale / host, stride,
+            *upstream.strides, n * self.ids_per_row, BLOCK=_ROW_BLOCK, GATHER=index is not None, PER_ROW=temperature is not None,
+            **upstream.flags,
+        )  # fmt: skip
 
     @property
-    def terms(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.lse, self.constant, self.per_log_p, self.per_p
+    def pointers(self) -> tuple[Tensor, ...]:
+        return self.lse, self.constant, self.on_log_p, self.on_p
 
-    def add_own_terms(self, d: Tensor, low: int, high: int) -> None:
+    def add_own(self, d: Tensor, low: int, high: int) -> None:
         """The label's and the chosen ids' own terms of a block [N, high - low] of gradients that lacks them."""
-        n, c = d.shape[0], self.coefficients
-        block = 256
-        softcap = self.problem.head.softcap is not None
-        grid = (-(-n // block),)
-        if c.label is not None:
+        grid, softcap = (-(-self.n // _ROW_BLOCK),), self.head.softcap is not None
+        if self.has_label:
             k.place_labels[grid](
-                d, self.local, self.log_probs, self.scale, *self.terms, c.label.contiguous(), n, low, high, d.stride(0),
-                BLOCK=block, SOFTCAP=softcap, **self.flags,
+                d, self.local, self.log_prob, self.scale, *self.pointers, self.label, self.n, low, high, d.stride(0),
+                BLOCK=_ROW_BLOCK, SOFTCAP=softcap, **self.flags,
             )  # fmt: skip
-        if c.topk is not None and self.topk is not None and self.problem.topk_log_probs is not None:
-            log_probs = self.problem.topk_log_probs * LOG2E
+        if self.has_topk:
             k.add_chosen[grid](
-                d, self.topk, c.topk.contiguous(), log_probs.contiguous(), self.scale, self.lse, n, self.topk.shape[1],
-                low, high, d.stride(0), BLOCK=block, SOFTCAP=softcap,
+                d, self.ids, self.topk, self.scale, self.lse, self.n, self.ids_per_row, self.n * self.ids_per_row,
+                low, high, d.stride(0),
+                BLOCK=_ROW_BLOCK, SOFTCAP=softcap,
             )  # fmt: skip
 
 
-def run_backward(problem: Backward) -> Gradients:
-    """Gradients of the rows that something flows into; each block of the weight's is written once."""
-    head, rows = problem.head, problem.rows
-    out = Gradients.empty(problem, torch.float32)
-    n, vocab = rows.hidden.shape[0], head.weight.shape[0]
+def run_backward(
+    inputs: Inputs, settings: Settings, forward: Outputs, upstream: Upstream, needs: tuple[bool, ...]
+) -> Gradients:
+    """Gradients of the inputs, from the rows that something flows into; each block of the weight's is written once."""
+    head, total = settings.head(inputs), inputs.labels.shape[0]
+    inputs = inputs._replace(labels=inputs.labels.contiguous())
+    given = _Upstream(upstream)
+    index = _flowing(head, inputs, given)
+    n = total if index is None else index.shape[0]
+    hidden = inputs.hidden if index is None else inputs.hidden.index_select(0, index)
+    extra = inputs.extra_hidden
+    if extra is not None:
+        extra = (extra if index is None else extra.index_select(0, index)).to(head.compute_dtype)
+    rows = Rows(hidden.to(head.compute_dtype), extra, inputs.labels, inputs.temperature, total, index)
+    out = Gradients.room(head, rows, torch.float32, needs)
     if n == 0:
-        for grad in (out.weight, out.bias, out.extra_weight):
-            if grad is not None:
-                grad.zero_()
-        return out
-    terms = _RowTerms(problem)
-    hidden = rows.hidden if rows.hidden.stride(1) == 1 else rows.hidden.contiguous()
+        out.zero()
+        return out.finish(head, rows, inputs)
+    terms = _Terms(head, inputs, forward, given, index, n)
     if fused_route(head):
-        if hidden.data_ptr() % 16 or hidden.stride(0) * hidden.element_size() % 16:
-            hidden = hidden.clone(memory_format=torch.contiguous_format)
-        kept = problem.kept
-        columns = tile_sizes()[1]
-        room = budgets.block_bytes(problem.memory, hidden, kept.nbytes if kept is not None else 0)
-        width = budgets.block_width(vocab, room // (n * hidden.element_size()), columns)
-        buffer = hidden.new_empty((n, -(-width // columns) * columns))
-        for low in range(0, vocab, width):
-            high = min(vocab, low + width)
-            d = buffer[:, : high - low]
-            if kept is None:
-                _tiles(head, hidden, buffer, terms, low, high)
-            else:
-                _pass(kept[:, low:], d, head, terms, low, high, problem.kept_rows, problem.kept_tops)
-            terms.add_own_terms(d, low, high)
-            _multiply_out(out, d, hidden, None, head, low, high, single=width == vocab and not head.group_name)
-        del buffer
+        kept_rows = None
+        if forward.kept.shape[0] and (index is not None or capturing(forward.kept)):
+            # The forward brought the rows that count to the front.
+            kept_rows = ((inputs.labels != head.ignore_index).cumsum(0) - 1).clamp(min=0)
+            kept_rows = kept_rows if index is None else kept_rows.index_select(0, index)
+        _fused(head, rows, terms, forward, kept_rows, settings.memory, out)
     else:
-        blocks = ProductBlocks(head, rows, problem.memory)
-        for low, high in blocks:
-            product = blocks.product(low, high)
-            d = product if hidden.dtype == torch.float32 else torch.empty_like(product, dtype=hidden.dtype)
-            _pass(product, d, head, terms, low, high)
-            terms.add_own_terms(d, low, high)
-            _multiply_out(out, d, hidden, rows.extra_hidden, head, low, high, single=False)
-    out.sum_over_group(head.group_name)
-    return out
+        _in_blocks(head, rows, terms, settings.memory, out)
+    return out.finish(head, rows, inputs)
 
 
-def _tiles(head: Head, hidden: Tensor, out: Tensor, terms: _RowTerms, low: int, high: int) -> None:
+def _flowing(head: Head, inputs: Inputs, upstream: _Upstream) -> Tensor | None:
+    total = inputs.labels.shape[0]
+    if total == 0 or capturing(inputs.labels):
+        return None
+    flows = torch.empty_like(inputs.labels, dtype=torch.bool)
+    k.rows_that_flow[(-(-total // 1024),)](
+        inputs.labels, *upstream.pointers, flows.view(torch.int8), total, head.ignore_index, *upstream.strides,
+        BLOCK=1024, **upstream.flags,
+    )  # fmt: skip
+    return counted(flows)
+
+
+def _fused(
+    head: Head,
+    rows: Rows,
+    terms: _Terms,
+    forward: Outputs,
+    kept_rows: Tensor | None,
+    memory: int,
+    out: Gradients,
+) -> None:
+    hidden, kept, vocab = rows.hidden, forward.kept, head.weight.shape[0]
+    if hidden.stride(1) != 1 or hidden.data_ptr() % 16 or hidden.stride(0) * hidden.element_size() % 16:
+        hidden = hidden.clone(memory_format=torch.contiguous_format)
+    columns = tile_sizes()[1]
+    room = budgets.block_bytes(memory, hidden, kept.nbytes)
+    width = budgets.block_width(vocab, room // (terms.n * hidden.element_size()), columns)
+    buffer = hidden.new_empty((terms.n, -(-width // columns) * columns))
+    for low in range(0, vocab, width):
+        high = min(vocab, low + width)
+        d = buffer[:, : high - low]
+        if kept.shape[0]:
+            _pass(kept[:, low:], d, head, terms, low, high, kept_rows, forward.kept_tops)
+        else:
+            _tiles(head, hidden, buffer, terms, low, high)
+        terms.add_own(d, low, high)
+        _multiply_out(out, d, hidden, None, head, low, high)
+
+
+def _in_blocks(head: Head, rows: Rows, terms: _Terms, memory: int, out: Gradients) -> None:
+    blocks = ProductBlocks(head, rows, memory)
+    for low, high in blocks:
+        product = blocks.product(low, high)
+        d = product if rows.hidden.dtype == torch.float32 else torch.empty_like(product, dtype=rows.hidden.dtype)
+        _pass(product, d, head, terms, low, high)
+        terms.add_own(d, low, high)
+        _multiply_out(out, d, rows.hidden, rows.extra_hidden, head, low, high)
+
+
+def _tiles(head: Head, hidden: Tensor, out: Tensor, terms: _Terms, low: int, high: int) -> None:
     rows, columns, inner, stages, warps = tile_sizes()
     n, size = hidden.shape
     grid = min(programs(hidden), -(-n // rows) * -(-(high - low) // columns))
     k.backward_tiles[(grid,)](
         descriptor(hidden, rows, inner), descriptor(head.weight, columns, inner), descriptor(out, rows, columns),
-        terms.scale, head.bias, *terms.terms, n, high - low, size, low, head.weight.shape[0], scales(head)[1],
+        terms.scale, head.bias, *terms.pointers, n, high - low, size, low, head.weight.shape[0], scales(head)[1],
         ROWS=rows, COLUMNS=columns, INNER=inner, GROUP=GROUP, PROGRAMS=grid, FLATTEN=True, num_stages=stages,
         num_warps=warps, **options(head), **terms.flags,
     )  # fmt: skip
@@ -122,36 +178,33 @@ def _pass(
     source: Tensor,
     d: Tensor,
     head: Head,
-    terms: _RowTerms,
+    terms: _Terms,
     low: int,
     high: int,
     source_row: Tensor | None = None,
     tops: Tensor | None = None,
 ) -> None:
     """From products, or, with the maxima of their tiles in `tops`, from kept scores."""
-    block = 256 if k.INTERPRETED else 2048
+    block = 256 if INTERPRETED else 2048
     k.backward_block[(d.shape[0], -(-(high - low) // block))](
-        source, d, source_row, tops, terms.scale, head.bias, *terms.terms, high - low, source.stride(0), d.stride(0),
+        source, d, source_row, tops, terms.scale, head.bias, *terms.pointers, high - low, source.stride(0), d.stride(0),
         tops.stride(0) if tops is not None else 0, low, scales(head)[1], BLOCK=block, COLUMNS=budgets.TILE_COLUMNS,
         KEPT=tops is not None, GATHER=source_row is not None, **options(head), **terms.flags,
     )  # fmt: skip
 
 
 def _multiply_out(
-    out: Gradients, d: Tensor, hidden: Tensor, extra_hidden: Tensor | None, head: Head, low: int, high: int, single: bool
+    out: Gradients, d: Tensor, hidden: Tensor, extra_hidden: Tensor | None, head: Head, low: int, high: int
 ) -> None:
-    """Bring a block of gradients into the results. A single block needs no fp32 sum over blocks for the hidden states."""
+    """Bring a block of gradients into the results: the weight's rows are written once, the rows' are added to in fp32."""
     if out.bias is not None:
         out.bias[low:high] = d.sum(0, dtype=torch.float32)
     if out.weight is not None:
         multiply(out.weight[low:high], d.t(), hidden)
     if out.hidden is not None:
-        if single:
-            out.hidden = torch.mm(d, head.weight)
-        else:
-            multiply(out.hidden, d, head.weight[low:high], accumulate=low > 0)
+        multiply(out.hidden, d, head.weight[low:high], accumulate=low > 0)
     if extra_hidden is not None and head.extra_weight is not None:
         if out.extra_weight is not None:
             multiply(out.extra_weight[low:high], d.t(), extra_hidden)
         if out.extra_hidden is not None:
-            multiply(out.extra_hidden, d, head.extra_weight[low:high].to(d.dtype), accumulate=True)
+            multiply(out.extra_hidden, d, head.extra_weight[low:high].to(d.dtype), accumulate=low > 0)

@@ -1,0 +1,230 @@
+# mypy: ignore-errors
+# (A kernel's arguments are pointers and scalars of another language: annotations would say nothing.)
+"""Triton kernels of the fused head's backward; `kernels` says what a score is."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .kernels import LN2, LOG2E, LOWEST, activate, place_tile
+
+
+@triton.jit
+def rows_that_flow(
+    LABELS, G_0, G_1, G_2, G_3, OUT, n, ignore_index, stride_0, stride_1, stride_2, row_stride_3, stride_3, ids_per_row,
+    BLOCK: tl.constexpr, HAS_0: tl.constexpr, HAS_1: tl.constexpr, HAS_2: tl.constexpr, HAS_3: tl.constexpr,
+):  # fmt: skip
+    """Whether anything flows into a row: its label counts and a gradient of one of its outputs is not 0."""
+    r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    inside = r < n
+    some = tl.zeros((BLOCK,), tl.int32)
+    if HAS_0:
+        some |= (tl.load(G_0 + r * stride_0, mask=inside, other=0.0) != 0).to(tl.int32)
+    if HAS_1:
+        some |= (tl.load(G_1 + r * stride_1, mask=inside, other=0.0) != 0).to(tl.int32)
+    if HAS_2:
+        some |= (tl.load(G_2 + r * stride_2, mask=inside, other=0.0) != 0).to(tl.int32)
+    if HAS_3:
+        for k in range(0, ids_per_row):
+            some |= (tl.load(G_3 + r * row_stride_3 + k * stride_3, mask=inside, other=0.0) != 0).to(tl.int32)
+    y = tl.load(LABELS + r, mask=inside, other=0)
+    tl.store(OUT + r, tl.where(y != ignore_index, some, 0).to(tl.int8), mask=inside)
+
+
+@triton.jit
+def prepare_rows(
+    INDEX, LABELS, TEMPERATURE, LOG_PROBS, LSE, ENTROPY, SQUARES, TOPK_LOG_PROBS, TOPK_IDS, G_0, G_1, G_2, G_3,
+    LOCAL, TERMS, OUT_TOPK, OUT_IDS, n, ignore_index, vocab_start, numerator, factor, temperature_stride,
+    stride_0, stride_1, stride_2, row_stride_3, stride_3, ids_per_row, topk_size,
+    BLOCK: tl.constexpr, GATHER: tl.constexpr, PER_ROW: tl.constexpr, HAS_0: tl.constexpr, HAS_1: tl.constexpr,
+    HAS_2: tl.constexpr, HAS_3: tl.constexpr,
+):  # fmt: skip
+    """Per row that is computed, what its gradients are made from, in TERMS [7, n] and in units of log 2 where a score meets
+    it: scale, lse, constant, on_log_p, on_p, label, log_prob (see `d_logits`); the same of the chosen ids in OUT_TOPK
+    [2, n, K]: gradient, log_prob. An ignored row (only there where nothing could be counted) gets zeros and p = 0.
+    """
+    r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    inside = r < n
+    source = r
+    if GATHER:
+        source = tl.load(INDEX + r, mask=inside, other=0)
+    y = tl.load(LABELS + source, mask=inside, other=0)
+    real = inside & (y != ignore_index)
+    scale = tl.zeros((BLOCK,), tl.float32) + numerator
+    share = tl.zeros((BLOCK,), tl.float32) + factor
+    if PER_ROW:
+        t = tl.load(TEMPERATURE + source * temperature_stride, mask=inside, other=1.0)
+        scale = (numerator / t).to(tl.float32)
+        share = (factor / t).to(tl.float32)
+    constant = tl.zeros((BLOCK,), tl.float32)
+    if HAS_0:
+        g = tl.load(G_0 + source * stride_0, mask=real, other=0.0) * share
+        constant -= g
+        tl.store(TERMS + 5 * n + r, g, mask=inside)
+    if HAS_1:
+        g = tl.load(G_1 + source * stride_1, mask=real, other=0.0) * share
+        constant -= g * tl.load(ENTROPY + source, mask=real, other=0.0)
+        tl.store(TERMS + 3 * n + r, -g * LN2, mask=inside)
+    if HAS_2:
+        g = 2.0 * tl.load(G_2 + source * stride_2, mask=real, other=0.0) * share
+        constant -= g * tl.load(SQUARES + source, mask=real, other=0.0)
+        tl.store(TERMS + 4 * n + r, g, mask=inside)
+    if HAS_3:
+        for k in range(0, ids_per_row):
+            g = tl.load(G_3 + source * row_stride_3 + k * stride_3, mask=real, other=0.0) * share
+            constant -= g
+            log_p = tl.load(TOPK_LOG_PROBS + source * ids_per_row + k, mask=real, other=0.0) * LOG2E
+            ids = tl.load(TOPK_IDS + source * ids_per_row + k, mask=inside, other=0) - vocab_start
+            to = r * ids_per_row + k
+            tl.store(OUT_TOPK + to, g, mask=inside)
+            tl.store(OUT_TOPK + topk_size + to, log_p, mask=inside)
+            tl.store(OUT_IDS + to, ids, mask=inside)
+    tl.store(TERMS + r, scale, mask=inside)
+    lse = tl.load(LSE + source, mask=real, other=0.0) * LOG2E
+    tl.store(TERMS + n + r, tl.where(real, lse, -LOWEST), mask=inside)
+    tl.store(TERMS + 2 * n + r, constant, mask=inside)
+    tl.store(TERMS + 6 * n + r, tl.load(LOG_PROBS + source, mask=real, other=0.0) * LOG2E, mask=inside)
+    tl.store(LOCAL + r, y - vocab_start, mask=inside)
+
+
+@triton.jit
+def d_logits(log_p, constant, per_log_p, per_p, PER_LOG_P: tl.constexpr, PER_P: tl.constexpr):
+    """p * (constant + per_log_p * log2 p + per_p * p) from log2 p."""
+    p = tl.exp2(log_p)
+    d = constant
+    if PER_LOG_P:
+        d += per_log_p * log_p
+    if PER_P:
+        d += per_p * p
+    return p * d
+
+
+@triton.jit
+def backward_tiles(
+    HIDDEN, WEIGHT, OUT, SCALE, BIAS, LSE, CONSTANT, ON_LOG_P, ON_P, rows, columns, size, vocab0, vocab, pre,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PER_LOG_P: tl.constexpr, PER_P: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """Product tiles turned into gradients of the products, without the labels' own term. HIDDEN, WEIGHT, OUT: descriptors."""
+    row_tiles = tl.cdiv(rows, ROWS)
+    column_tiles = tl.cdiv(columns, COLUMNS)
+    steps = tl.cdiv(size, INNER)
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=FLATTEN):
+        pm, pn = place_tile(tile, row_tiles, column_tiles, GROUP)
+        acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for k in range(steps):
+            x = HIDDEN.load([pm * ROWS, k * INNER])
+            w = WEIGHT.load([vocab0 + pn * COLUMNS, k * INNER])
+            acc = tl.dot(x, w.T, acc)
+        r = pm * ROWS + tl.arange(0, ROWS)
+        inside = r < rows
+        scale = tl.load(SCALE + r, mask=inside, other=0.0)[:, None]
+        lse = tl.load(LSE + r, mask=inside, other=0.0)[:, None]
+        constant = tl.load(CONSTANT + r, mask=inside, other=0.0)[:, None]
+        on_log_p = 0.0
+        on_p = 0.0
+        if PER_LOG_P:
+            on_log_p = tl.load(ON_LOG_P + r, mask=inside, other=0.0)[:, None]
+        if PER_P:
+            on_p = tl.load(ON_P + r, mask=inside, other=0.0)[:, None]
+        if HAS_BIAS or SOFTCAP:
+            bias = 0.0
+            if HAS_BIAS:
+                c = vocab0 + pn * COLUMNS + tl.arange(0, COLUMNS)
+                bias = tl.load(BIAS + c, mask=c < vocab, other=0.0).to(tl.float32)[None, :]
+            z, u = activate(acc, scale, pre, bias, HAS_BIAS, SOFTCAP)
+            d = d_logits(z - lse, constant, on_log_p, on_p, PER_LOG_P, PER_P)
+            if SOFTCAP:
+                d *= 1.0 - u * u
+        else:
+            d = d_logits(acc * scale - lse, constant, on_log_p, on_p, PER_LOG_P, PER_P)
+        OUT.store([pm * ROWS, pn * COLUMNS], d.to(OUT.dtype))
+
+
+@triton.jit
+def backward_block(
+    SOURCE, OUT, SOURCE_ROW, SOURCE_TOP, SCALE, BIAS, LSE, CONSTANT, ON_LOG_P, ON_P, columns, source_stride, out_stride, top_stride,
+    vocab0, pre, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, KEPT: tl.constexpr, GATHER: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+    PER_LOG_P: tl.constexpr, PER_P: tl.constexpr,
+):  # fmt: skip
+    """The same from a block in memory: of products, or (KEPT) of the scores that the forward kept. OUT may be SOURCE."""
+    r = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < columns
+    source = r
+    if GATHER:
+        source = tl.load(SOURCE_ROW + r)
+    x = tl.load(SOURCE + source * source_stride + c, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(SCALE + r)
+    u = x
+    if KEPT:
+        z = x + tl.load(SOURCE_TOP + ((vocab0 + c) // COLUMNS).to(tl.int64) * top_stride + source, mask=inside, other=0.0)
+        if SOFTCAP:
+            u = z / scale
+    else:
+        bias = 0.0
+        if HAS_BIAS:
+            bias = tl.load(BIAS + vocab0 + c, mask=inside, other=0.0).to(tl.float32)
+        z, u = activate(x, scale, pre, bias, HAS_BIAS, SOFTCAP)
+    on_log_p = 0.0
+    on_p = 0.0
+    if PER_LOG_P:
+        on_log_p = tl.load(ON_LOG_P + r)
+    if PER_P:
+        on_p = tl.load(ON_P + r)
+    d = d_logits(z - tl.load(LSE + r), tl.load(CONSTANT + r), on_log_p, on_p, PER_LOG_P, PER_P)
+    if SOFTCAP:
+        d *= 1.0 - u * u
+    tl.store(OUT + r * out_stride + c, d.to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def place_labels(
+    OUT, LABELS, LOG_PROB, SCALE, LSE, CONSTANT, ON_LOG_P, ON_P, LABEL_GRAD, rows, low, high, out_stride,
+    BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, PER_LOG_P: tl.constexpr, PER_P: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient at each row's label, one-hot term included, rounded once. LOG_PROB and LSE in units of log 2."""
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = r < rows
+    y = tl.load(LABELS + r, mask=inside, other=-1)
+    here = inside & (y >= low) & (y < high)
+    log_p = tl.load(LOG_PROB + r, mask=here, other=0.0)
+    log_p = tl.where(log_p < LOWEST, LOWEST, log_p)
+    on_log_p = 0.0
+    on_p = 0.0
+    if PER_LOG_P:
+        on_log_p = tl.load(ON_LOG_P + r, mask=here, other=0.0)
+    if PER_P:
+        on_p = tl.load(ON_P + r, mask=here, other=0.0)
+    constant = tl.load(CONSTANT + r, mask=here, other=0.0)
+    d = d_logits(log_p, constant, on_log_p, on_p, PER_LOG_P, PER_P) + tl.load(LABEL_GRAD + r, mask=here, other=0.0)
+    if SOFTCAP:
+        u = (log_p + tl.load(LSE + r, mask=here, other=0.0)) / tl.load(SCALE + r, mask=here, other=1.0)
+        d *= 1.0 - u * u
+    tl.store(OUT + r.to(tl.int64) * out_stride + y - low, d.to(OUT.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def add_chosen(
+    OUT, IDS, TOPK, SCALE, LSE, rows, ids_per_row, topk_size, low, high, out_stride,
+    BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Add gradients at a few columns per row, one after the other, so that a repeated id adds up the same way each time.
+    TOPK [2, rows, K]: gradients and log-probabilities.
+    """
+    r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    inside = r < rows
+    for k in range(0, ids_per_row):
+        at = r * ids_per_row + k
+        ids = tl.load(IDS + at, mask=inside, other=-1)
+        here = inside & (ids >= low) & (ids < high)
+        g = tl.load(TOPK + at, mask=here, other=0.0)
+        if SOFTCAP:
+            log_p = tl.load(TOPK + topk_size + at, mask=here, other=0.0)
+            u = (log_p + tl.load(LSE + r, mask=here, other=0.0)) / tl.load(SCALE + r, mask=here, other=1.0)
+            g *= 1.0 - u * u
+        to = OUT + r * out_stride + ids - low
+        d = tl.load(to, mask=here, other=0.0).to(tl.float32) + g
+        tl.store(to, d.to(OUT.dtype.element_ty), mask=here)
+        tl.debug_barrier()
