@@ -57,7 +57,7 @@ def scatter(rows: Tensor, source: Tensor, shape: tuple[int, int]) -> Tensor:
     """Rows [K, ...] to cells [B, S, ...]: `source` [B * S] names the row of each cell, -1 for 0. Sums in the backward."""
     source = source.to(rows.device)
     if not rows.shape[0]:
-        return rows.new_zeros(*shape, *rows.shape[1:])
+        return rows.new_zeros(*shape, *rows.shape[1:]) + rows.sum()  # 0, and part of the graph
     found = rows.index_select(0, source.clamp(min=0))
     missing = (source < 0).view(-1, *(1,) * (rows.ndim - 1))
     return found.masked_fill(missing, 0).view(*shape, *rows.shape[1:])

@@ -78,7 +78,11 @@ class Seam:
         group_ids, grouper = kwargs.pop("group_ids", None), kwargs.pop("prefix_grouper", None)
         if group_ids is None and grouper is None and not self._worth_a_look(kwargs):
             return prior(**kwargs)
-        batch = self.pack(module, kwargs, group_ids, grouper, self.what)
+        try:
+            batch = self.pack(module, kwargs, group_ids, grouper, self.what)
+        except BaseException:
+            self.grouped.calls += 1  # an answer too: the audit must not add that nothing came of the call
+            raise
         if batch is None:
             return prior(**kwargs)
         self.grouped.calls += 1
