@@ -325,12 +325,8 @@ def test_replaces_come_first_and_refuse_to_cover_another_scope():
     thing = types.SimpleNamespace(call=lambda x: x)
     with scope(wrap_call(thing, "call", lambda o, x: f"w({o(x)})"), replace_attribute(thing, "call", lambda x: "new")):
         assert thing.call("x") == "w(new)"
-    with (
-        scope(wrap_call(thing, "call", lambda o, x: o(x))) as holder,
-        pytest.raises(ConflictError) as caught,
-        scope(replace_attribute(thing, "call", 1)),
-    ):
-        pass
+    with scope(wrap_call(thing, "call", lambda o, x: o(x))) as holder, pytest.raises(ConflictError) as caught:
+        scope(replace_attribute(thing, "call", 1)).apply()
     assert holder.location in str(caught.value)
 
 
