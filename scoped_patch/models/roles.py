@@ -72,7 +72,7 @@ def find_roles(block: nn.Module) -> Roles | None:
             others[name] = child
         else:
             return None
-    if len(linears) not in (2, 3) or len(others) > 1 or any(t is not None for t in block._parameters.values()):
+    if len(linears) not in (2, 3) or len(others) > 1 or _own_tensors(block):
         return None
     for *gates, up, down in itertools.permutations(linears):
         gate = gates[0] if gates else None
@@ -161,17 +161,23 @@ def _tiny_linear(seed: int, inputs: int, outputs: int, bias: bool) -> nn.Linear:
 
 
 def _stand_in(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """An activation with all its tensors, wherever and of whatever kind they are, put as float64 numbers on the CPU."""
-    if not isinstance(activation, nn.Module) or not (activation._parameters or activation._buffers):
+    """An activation with float64 numbers on the CPU in place of its tensors, wherever these are and whether or not the
+    memory of a sharded one is there.
+    """
+    tensors = _own_tensors(activation) if isinstance(activation, nn.Module) else {}
+    if not isinstance(activation, nn.Module) or not tensors:
         return activation
     copy = _shallow(activation, activation._modules)
-    for tensors in ("_parameters", "_buffers"):
-        made = {
-            name: None if tensor is None else _tiny_tensor(seed, *tensor.shape).abs() + 0.1
-            for seed, (name, tensor) in enumerate(getattr(activation, tensors).items(), start=100)
-        }
-        copy.__dict__[tensors] = made
+    copy.__dict__.update(_parameters={}, _buffers={})
+    for seed, (name, tensor) in enumerate(sorted(tensors.items()), start=100):
+        copy.__dict__[name] = _tiny_tensor(seed, *tensor.shape).abs() + 0.1
     return copy
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a module itself: parameters, buffers, and the plain attributes that the first FSDP makes of them."""
+    everything = {**module.__dict__, **module._parameters, **module._buffers}
+    return {name: value for name, value in everything.items() if isinstance(value, Tensor)}
 
 
 def _shallow(module: nn.Module, children: dict[str, Any]) -> nn.Module:

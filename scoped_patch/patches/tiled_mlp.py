@@ -23,7 +23,7 @@ from ..models.feed_forward import FeedForward, Found, find_feed_forwards, layer_
 from ..models.modules import foreign_forward, forward_edit
 from ..models.roles import Roles
 from ..models.spec import describe, find_decoder
-from ..models.unwrap import unwrap
+from ..models.unwrap import class_names, unwrap
 from ..ops.tiled_mlp import identify_activation, reached_tensors, tiled_call, tiled_mlp
 
 RANK = 15
@@ -71,6 +71,10 @@ class TiledMLP(Patch):
             found = find_feed_forwards(model)
         except ScopedPatchError as error:
             return Support(False, str(error))
+        for place in found.places:
+            unit = _unit_inside(place.module)
+            if unit is not None:
+                return Support(False, f"{place.path} of {describe(model)} {unit}")
         self._found[:] = (model, found)  # `plan` is asked next, about the same model, and takes this away
         if not found.places:
             return Support(False, f"no feed-forward block of {describe(model)} can be tiled: {'; '.join(found.skipped)}")
@@ -188,6 +192,9 @@ class _Tiled:
                 cut[index] = piece
             return prior(*cut, **{**kwargs, **dict(zip(names, pieces[len(positions) :], strict=True))})
 
+        unit = _unit_inside(module)
+        if unit is not None:
+            raise UnsupportedError(f"tiled_mlp: {self.place.path} of {describe(self.model)} {unit}")
         lead = tensors[0].shape[:-1]
         if any(tensor.shape[: len(lead)] != lead for tensor in tensors):
             shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
@@ -281,6 +288,17 @@ def _any_global_hook() -> bool:
 
 def _is_plain(weight: Any) -> bool:
     return type(weight) in (nn.Parameter, Tensor)
+
+
+def _unit_inside(module: nn.Module) -> str | None:
+    """What is wrong if a part of the block is a sharded unit of its own: its gradient goes through its own hooks."""
+    for child in module.modules():
+        if child is not module and not class_names(child).isdisjoint(("FSDPModule", "FullyShardedDataParallel")):
+            return (
+                f"has a part ({type(child).__name__}) that is an FSDP unit of its own, and its gradients cannot be summed over "
+                f"tiles: shard the whole block or layer as one unit, or leave out `tiled_mlp`"
+            )
+    return None
 
 
 def _drops_out(module: nn.Module) -> bool:
