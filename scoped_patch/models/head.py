@@ -29,6 +29,10 @@ class HeadTerms:
     extra_hidden_states: Tensor | None = None
     extra_weight: Tensor | None = None
 
+    def float(self) -> HeadTerms:
+        """The same terms in fp32."""
+        return HeadTerms(*(None if t is None else t.float() for t in vars(self).values()))  # type: ignore[arg-type]
+
 
 def head_problem(head: nn.Module) -> str | None:
     """Why this head cannot be taken apart into linear terms, or None. Looks at structure only."""

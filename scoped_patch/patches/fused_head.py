@@ -31,6 +31,7 @@ from ..models.sharding import SequenceShard, active_shard
 from ..models.spec import Anatomy, anatomy, describe
 from ..models.unwrap import unwrap
 from ..ops.linear_cross_entropy import linear_cross_entropy
+from .trl_head import TrlHead, find_trl_head
 
 RANK = 10  # innermost of the shipped patches
 
@@ -87,7 +88,7 @@ class FusedHead(Patch):
         if found.value_head is not None:
             return Support(
                 False,
-                f"{type(found.value_head).__name__} has a value head, and its forward takes the logits of its language model apart. "
+                f"{type(found.value_head).__name__} has a value head, and its forward needs the logits of its language model. "
                 f"Patch that one where you call it yourself: patched(model.pretrained_model, fused=...)",
             )
         try:
@@ -101,6 +102,12 @@ class FusedHead(Patch):
         notes = list(parts.notes)
         if parts.transform:
             notes.append(f"the model changes its logits after the head ({parts.transform}); applied inside the op")
+        try:
+            trl = find_trl_head(parts.model.forward)
+        except UnsupportedError as error:
+            return Support(False, str(error))
+        if trl is not None:
+            notes.append("TRL's fused head is on this model: calls with its flag are answered in its terms, others give logits")
         foreign = [kind for module in (parts.model, *parts.head_leaves) if (kind := foreign_forward(module))]
         notes += [f"found a forward put on the instance by somebody else and wrapped it: {kind}" for kind in foreign]
         return Support(True, notes=tuple(notes))
@@ -145,6 +152,7 @@ class FusedHead(Patch):
             to="adds log_probs and entropy",
             token=token,
             exclusive=self.name,
+            check=seam.look_at,
         )
         if not parts.own_loss:
             yield Edit(
@@ -188,6 +196,7 @@ class Frame:
         "targets",
         "temperature",
         "thread",
+        "trl",
     )
 
     def __init__(
@@ -203,6 +212,7 @@ class Frame:
         self.log_probs: Tensor | None = None
         self.entropy: Tensor | None = None
         self.scored: Tensor | None = None
+        self.trl: TrlHead | None = None
         #: how the call's sequence is spread over ranks, and the rows that the caller wants of the whole
         self.shard: SequenceShard | None = None
         self.keep: Any = 0
@@ -224,6 +234,7 @@ class Seam:
         self.head_places = tuple(forward_slot(leaf, "").place for leaf in parts.head_leaves)
         self.pass_through = 0
         self.proved = False
+        self.trl: TrlHead | None = None
         signature = signature_of(type(parts.model).forward)
         parameters = list(signature.parameters.values())[1:] if signature is not None else []
         self.positional = tuple(p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -239,6 +250,14 @@ class Seam:
                 raise TypeError(f"{self.what} got multiple values for argument {name!r}")
             kwargs[name] = value
         temperature = kwargs.pop("temperature", None)
+        trl = self.trl
+        if trl is not None:
+            if not kwargs.pop("fused_lm_head", False):
+                if temperature is None:
+                    return prior(**kwargs)  # no flag: logits are wanted
+                trl = None
+            else:
+                temperature = trl.prepare(kwargs, self.patch.temperature if temperature is None else temperature)
         if temperature is None:
             temperature = self.patch.temperature
         else:
@@ -261,6 +280,7 @@ class Seam:
                 f"fused_head: two threads run {self.what} at once; patched models are run from one thread at a time"
             )
         frame = Frame(targets, labels, temperature, kwargs.get("ignore_index", IGNORE_INDEX), thread)
+        frame.trl = trl
         shard = active_shard(module)
         if shard is not None:
             # The head scores this rank's tokens: results are smaller to gather than hidden states or logits.
@@ -280,7 +300,14 @@ class Seam:
                 f"fused_head: the forward of {self.what} never called its head, so nothing was scored. Something computes "
                 f"the logits elsewhere (another fused head, such as TRL's or Liger's): switch that off, or leave out `fused`"
             )
-        return self._output(out, frame, as_tuple)
+        made = self._output(out, frame, as_tuple)
+        if trl is None or frame.packed is None or frame.targets is None:
+            return made
+        return trl.output(made, frame.packed, frame.targets, kwargs.get("shift_labels") is not None)
+
+    def look_at(self, prior: Any) -> None:
+        """Called with the forward that the model's edit is built on."""
+        self.trl = find_trl_head(prior)
 
     def _in_charge(self) -> bool:
         """False where somebody has kept this forward and calls it out of turn.
@@ -376,12 +403,16 @@ class Seam:
                 f"fused_head: the head was given hidden states {list(hidden_states.shape)}, and the tokens to score are "
                 f"{list(targets.shape)}; they must agree in all but the last dimension"
             )
-        patch = self.patch
+        patch, trl = self.patch, frame.trl
         terms = head_terms(module, hidden_states)
+        if trl is not None:
+            hidden_states, terms = trl.cast(hidden_states, terms)
         targets = targets.to(hidden_states.device)
         if isinstance(temperature, Tensor):
             temperature = temperature.to(hidden_states.device)
-        result = linear_cross_entropy(
+        outputs = patch.outputs if frame.labels is None or "log_probs" in patch.outputs else ("log_probs", *patch.outputs)
+        score = linear_cross_entropy if trl is None else trl.score
+        result = score(
             hidden_states,
             terms.weight,
             targets,
@@ -394,7 +425,7 @@ class Seam:
             extra_weight=terms.extra_weight,
             memory=patch.memory,
             backend=patch.backend,
-            outputs=patch.outputs if frame.labels is None or "log_probs" in patch.outputs else ("log_probs", *patch.outputs),
+            outputs=outputs if trl is None else trl.op_outputs,
             entropy_grad=patch.entropy_grad,
         )
         frame.scored = frame.targets
@@ -402,7 +433,8 @@ class Seam:
         # Packed, so that a head that is a unit of its own (FSDP2) hands back one tensor with one gradient.
         first = log_probs if log_probs is not None else torch.zeros_like(entropy)  # type: ignore[arg-type]
         second = entropy if entropy is not None else torch.zeros_like(first)
-        packed = torch.stack([first, second], -1)
+        extra = [] if trl is None else trl.columns(result, hidden_states, terms, self.transform, temperature)
+        packed = torch.stack([first, second, *extra], -1)
         if shard is not None and shard.gathers_outputs:
             packed = _kept(shard.gather(packed, 1), frame.keep)
         frame.packed = packed
