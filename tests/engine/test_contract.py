@@ -252,7 +252,8 @@ def test_a_failure_half_way_in_undoes_everything(failure):
 
 def test_the_bodys_exception_passes_through_and_carries_what_went_wrong_on_the_way_out():
     thing = Base()
-    with pytest.raises(KeyError, match="mine") as caught, scope(wrap_call(thing, "method", passing([]))) as session:
+    session = scope(wrap_call(thing, "method", passing([]))).apply()
+    with pytest.raises(KeyError, match="mine") as caught, session:  # noqa: PT012
         thing.method = "foreign"
         raise KeyError("mine")
     assert any("ForeignOverwriteError" in note for note in caught.value.__notes__)
