@@ -37,7 +37,7 @@ from .engine.errors import (
     UnsupportedError,
 )
 from .models.verify import VerifyReport
-from .patches import FusedHead, PackedGroups, PrefixGrouper, Ulysses, pack_prefix_groups
+from .patches import FusedHead, PackedGroups, PrefixGrouper, TiledMLP, Ulysses, pack_prefix_groups
 
 __version__ = "0.1.0.dev0"
 
@@ -69,6 +69,7 @@ __all__ = [
     "Slot",
     "Support",
     "TargetError",
+    "TiledMLP",
     "Ulysses",
     "UnsupportedError",
     "VerifyReport",

@@ -20,6 +20,7 @@ import os
 import statistics
 import sys
 import time
+import types
 import weakref
 import zipfile
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+ROOT = os.path.abspath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+sys.path.insert(0, ROOT)
+try:
+    import scoped_patch  # noqa: F401
+except ImportError:
+    # A machine with a GPU and torch, and not all that the patches need: the operations alone do not need it either.
+    sys.modules["scoped_patch"] = types.ModuleType("scoped_patch")
+    sys.modules["scoped_patch"].__path__ = [os.path.join(ROOT, "scoped_patch")]
 
 from scoped_patch.ops.tiled_mlp import tiled_call, tiled_mlp
 

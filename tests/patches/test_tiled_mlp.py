@@ -17,11 +17,11 @@ from scoped_patch import (
     BadTargetError,
     ConflictError,
     SeamNotReachedError,
+    TiledMLP,
     assert_clean,
     patched,
     wrap_call,
 )
-from scoped_patch.patches.tiled_mlp import TiledMLP
 from tests.benchmarks.bench_tiled_mlp import LiveBytes
 from tests.support.models import token_ids
 from tests.support.scores import assert_gradients, take_gradients
