@@ -39,7 +39,7 @@ except ImportError:
     sys.modules["scoped_patch"] = types.ModuleType("scoped_patch")
     sys.modules["scoped_patch"].__path__ = [os.path.join(ROOT, "scoped_patch")]
 
-from scoped_patch.ops.tiled_mlp import tiled_call, tiled_mlp
+from scoped_patch.ops.tiled_mlp import tiled_call, tiled_mlp  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
