@@ -147,7 +147,7 @@ class _Quantizer:
         for start in range(0, weight.shape[0], _ROWS):
             rows = weight[start : start + _ROWS]
             values = rows.float()
-            blocks = values.unflatten(1, (-1, BLOCK))
+            blocks = values.unflatten(1, (-1, BLOCK))  # type: ignore[no-untyped-call]
             low, high = blocks.amin(-1), blocks.amax(-1)
             scale, _ = calculate_qparams(low, high, self._preset.weights, global_scale)
             out = self._compressor.compress(

@@ -153,6 +153,9 @@ class StagedModel:
             loader = template.weight_loader  # type: ignore[attr-defined]
             dress(real, template, layer.shadow)
             real.weight_loader = loader  # type: ignore[attr-defined]
+            if real.dim() < 3 and real.numel() <= 4096:
+                # Some loaders compare a scale with what is there before they write it; created scales start from 1.
+                real.data.fill_(1)
             if self.carry and staged.carried is not None:
                 real.data.copy_(staged.carried)
             elif staged.optional and any(k.__name__ == "BaseKVCacheMethod" for k in type(layer.method).__mro__):

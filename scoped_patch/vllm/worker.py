@@ -20,7 +20,7 @@ import torch
 from ..engine.errors import BadTargetError, ScopeStateError
 from .digest import Digest
 from .errors import RemoteReloadError
-from .reload import WeightUpdate, Weights, reload_weights
+from .reload import Weights, WeightUpdate, reload_weights
 
 logger = logging.getLogger("scoped_patch")
 

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 HAVE_VLLM = importlib.util.find_spec("vllm") is not None
-ENGINE_TESTS = {"test_reload.py", "test_faults.py", "test_targets.py", "test_worker.py", "test_plugin.py"}
+ENGINE_TESTS = {
+    "test_reload.py",
+    "test_faults.py",
+    "test_targets.py",
+    "test_target_classes.py",
+    "test_layers.py",
+    "test_worker.py",
+    "test_plugin.py",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,10 +45,15 @@ class Engines:
 
 
 class Engine:
-    def __init__(self, root: Path, kind: str, scheme: str) -> None:
+    def __init__(self, root: Path, kind: str, scheme: str, same: str | None = None, **changes: Any) -> None:
+        """`same`: tensors whose name ends like this are the same in both checkpoints."""
         from .support import checkpoints, engine
 
-        made = [checkpoints.write(root, kind, scheme, seed) for seed in (0, 1)]
+        made = [checkpoints.write(root, kind, scheme, seed, **changes) for seed in (0, 1)]
+        if same is not None:
+            (_, first), (path, second) = made
+            second |= {name: tensor for name, tensor in first.items() if name.endswith(same)}
+            checkpoints.replace(path, second)
         self.path = made[0][0]
         self.state = [state for _, state in made]
         # Never shut down: that would take the process's distributed groups from every other engine.

@@ -164,6 +164,10 @@ def write(root: Path, kind: str, scheme: str, seed: int, layers: int = 2, **chan
 def save(path: Path, cfg: dict[str, Any], state: State) -> None:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(cfg, indent=1))
+    replace(path, state)
+
+
+def replace(path: Path, state: State) -> None:
     save_file({k: v.contiguous() for k, v in state.items()}, path / "model.safetensors", metadata={"format": "pt"})
 
 

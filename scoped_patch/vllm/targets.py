@@ -1,0 +1,161 @@
+"""The QAT targets: vLLM's NVFP4 schemes, made repeatable for reload code that processes weights more than once.
+
+`reload_weights` needs none of this. These patches serve code that follows the older protocol: put checkpoint-format
+parameters back (`ParamMeta`), `model.load_weights(...)`, then `process_weights_after_loading` on every layer. Enter them
+before the first weights are processed, in the process that holds the model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..engine import Edit, Patch, Support, attribute_slot
+from ..engine.errors import BadOptionError
+from .repeatable import process_again
+
+#: First version that is known to work, first one that is not.
+VERSIONS = ((0, 18), (0, 34))
+_QUANTIZATION = "vllm.model_executor.layers.quantization.compressed_tensors"
+_METHOD = "process_weights_after_loading"
+_DENSE = f"{_QUANTIZATION}.schemes.compressed_tensors_w4a4_nvfp4:CompressedTensorsW4A4Fp4"
+
+
+@dataclass(frozen=True)
+class _Found:
+    owner: type
+    path: str
+    applies: Callable[[Any], bool]
+    mode: str
+
+
+class _Target(Patch):
+    """One vLLM scheme class. Class scope: a scheme has no instance before the model is built."""
+
+    #: "module:Class", tried in this order
+    candidates: tuple[str, ...] = ()
+
+    def supports(self, target: Any) -> Support:
+        if target is not None:
+            return Support(False, f"{self.name} names its own target, vLLM's scheme classes; pass no model")
+        found = self._find()
+        return Support(True) if isinstance(found, _Found) else Support(False, found)
+
+    def plan(self, target: Any) -> Iterable[Edit]:
+        found = self._find()
+        assert isinstance(found, _Found)
+        yield Edit(
+            attribute_slot(found.owner, _METHOD),
+            lambda prior: _repeatable(prior, found.applies),
+            reason="processing keeps its storage from the second time on",
+            token=(self.name, found.path),
+            commutes=True,
+            to="repeatable processing",
+        )
+
+    def _find(self) -> _Found | str:
+        """The class to patch, or why there is none."""
+        try:
+            import vllm
+        except ImportError:
+            return f"{self.name}: vLLM is not installed in this process"
+        version = vllm.__version__
+        numbers = re.match(r"(\d+)\.(\d+)", version)
+        # A build from a checkout has no usable number: then what is found decides alone.
+        if numbers and version != "dev" and (int(numbers[1]), int(numbers[2])) != (0, 0):
+            low, high = VERSIONS
+            if not low <= (int(numbers[1]), int(numbers[2])) < high:
+                return f"{self.name}: vLLM {version} is outside {_show(low)} to {_show(high)}, which this was written for"
+        for path in self.candidates:
+            module, _, name = path.partition(":")
+            try:
+                owner = getattr(importlib.import_module(module), name, None)
+            except ImportError:
+                continue
+            if owner is None:
+                continue
+            if not _takes_a_layer(owner):
+                return f"{self.name}: {path}.{_METHOD} of vLLM {version} does not take (self, layer)"
+            return self.accept(owner, path, version)
+        return f"{self.name}: vLLM {version} has none of {', '.join(self.candidates)}"
+
+    def accept(self, owner: type, path: str, version: str) -> _Found | str:
+        return _Found(owner, path, lambda method: True, "all")
+
+
+class NVFP4DenseW4A16(_Target):
+    """Linear layers with NVFP4 weights and 16-bit activations: a scheme of its own up to 0.23, a mode of W4A4's from 0.24."""
+
+    name = "nvfp4_dense_w4a16"
+    candidates = (f"{_QUANTIZATION}.schemes.compressed_tensors_w4a16_nvfp4:CompressedTensorsW4A16Fp4", _DENSE)
+
+    def accept(self, owner: type, path: str, version: str) -> _Found | str:
+        if path != _DENSE:
+            return super().accept(owner, path, version)
+        if "use_a16" not in inspect.signature(owner).parameters:
+            return f"{self.name}: {path} of vLLM {version} has no use_a16 mode, and there is no W4A16 scheme beside it"
+        return _Found(owner, path, lambda method: bool(getattr(method, "use_a16", False)), "use_a16")
+
+
+class NVFP4DenseW4A4(_Target):
+    """Linear layers with NVFP4 weights and activations."""
+
+    name = "nvfp4_dense_w4a4"
+    candidates = (_DENSE,)
+
+    def accept(self, owner: type, path: str, version: str) -> _Found | str:
+        return _Found(owner, path, lambda method: not getattr(method, "use_a16", False), "w4a4")
+
+
+class NVFP4MoE(_Target):
+    """Expert layers, with 16-bit or NVFP4 activations."""
+
+    name = "nvfp4_moe"
+    candidates = (
+        f"{_QUANTIZATION}.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4:CompressedTensorsW4A4Nvfp4MoEMethod",
+        f"{_QUANTIZATION}.compressed_tensors_moe:CompressedTensorsW4A4Nvfp4MoEMethod",
+    )
+
+
+def qat_targets(qat: Any) -> tuple[Patch, ...]:
+    """The patches that `patched(qat=...)` stands for: "nvfp4" is all three, or one target, or several.
+
+    Raises:
+        BadOptionError: anything else.
+    """
+    if qat == "nvfp4":
+        return NVFP4DenseW4A16(), NVFP4DenseW4A4(), NVFP4MoE()
+    given = qat if isinstance(qat, (list, tuple)) else (qat,)
+    if given and all(isinstance(one, _Target) for one in given):
+        return tuple(given)
+    raise BadOptionError(f'qat={qat!r}: must be "nvfp4", or NVFP4DenseW4A16(), NVFP4DenseW4A4(), NVFP4MoE(), or some of them')
+
+
+def _repeatable(prior: Callable[[Any, Any], None], applies: Callable[[Any], bool]) -> Callable[[Any, Any], None]:
+    def process_weights_after_loading_repeatably(self: Any, layer: Any) -> None:
+        if applies(self):
+            process_again(prior, self, layer)
+        else:
+            prior(self, layer)
+
+    process_weights_after_loading_repeatably.__doc__ = prior.__doc__
+    return process_weights_after_loading_repeatably
+
+
+def _takes_a_layer(owner: type) -> bool:
+    method = getattr(owner, _METHOD, None)
+    if method is None:
+        return False
+    try:
+        inspect.signature(method).bind(None, None)
+    except TypeError:
+        return False
+    return True
+
+
+def _show(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
