@@ -13,10 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine import LIVE, Edit, Patch, Snapshot, attribute_slot
+from ..engine import LIVE, Edit, Patch, PlannedEdit, Snapshot, attribute_slot
+from ..engine.adhoc import signature_of
 from ..engine.live import LiveStack
 from .modules import module_paths, walk
 from .unwrap import class_names, unwrap
+
+#: the method of a transformers model that `gradient_checkpointing_enable` and `_disable` come down to
+_SWITCH = "_set_gradient_checkpointing"
 
 
 class RecomputeAsRun(Patch):
@@ -28,6 +32,22 @@ class RecomputeAsRun(Patch):
         return tuple((id(module), key) for module, key in _checkpointing(unwrap(target).outer))
 
     def plan(self, target: Any) -> Iterable[Edit]:
+        root = unwrap(target).model
+        yield from self.checkpointing_edits(target)
+        if hasattr(root, _SWITCH):
+            yield Edit(
+                attribute_slot(root, _SWITCH, f"{type(root).__name__}.{_SWITCH}"),
+                lambda prior: switching(prior, root),
+                "wrap",
+                "cover checkpointing that is switched on later",
+                commutes=True,
+                token=(self.name, id(root)),
+                to="switches, and is covered again",
+                hidden=True,
+            )
+
+    def checkpointing_edits(self, target: Any) -> Iterable[Edit]:
+        """One edit for each module that checkpoints now."""
         unwrapped = unwrap(target)
         found = list(_checkpointing(unwrapped.outer))
         paths = module_paths(unwrapped.outer) if found else {}
@@ -43,6 +63,33 @@ class RecomputeAsRun(Patch):
                 to="recomputes under replay()",
                 hidden=True,
             )
+
+
+def switching(prior: Callable[..., Any], root: object) -> Callable[..., Any]:
+    """transformers' switch, for a model that is patched: it writes over the functions that a live scope has wrapped."""
+
+    def switch_checkpointing(*args: Any, **kwargs: Any) -> Any:
+        with LIVE.lock:
+            sessions = [session for session in LIVE.sessions if session.root is root]
+            for session in reversed(sessions):
+                ours = [r for r in session.records if r.patch == RecomputeAsRun.name and r.slot.key != _SWITCH]
+                for record in ours:
+                    LIVE.remove(record.edit, session, "restore")
+                session.records[:] = [record for record in session.records if all(record is not one for one in ours)]
+            try:
+                return prior(*args, **kwargs)
+            finally:
+                LIVE.changed()
+                for session in sessions:
+                    for patch in session.plan.patches:
+                        if isinstance(patch, RecomputeAsRun):
+                            for edit in patch.checkpointing_edits(session.target):
+                                session.apply_late(PlannedEdit(patch, edit))
+
+    signature = signature_of(prior)
+    if signature is not None:
+        switch_checkpointing.__signature__ = signature  # type: ignore[attr-defined]
+    return switch_checkpointing
 
 
 def _checkpointing(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
