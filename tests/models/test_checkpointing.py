@@ -258,6 +258,39 @@ def test_switched_on_between_two_entries():
     loss.backward()
 
 
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("before", [False, True], ids=["was off", "was on"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_switched_on_inside(before, reentrant, nested):
+    """As a trainer does that is started inside the scope: covered from then on, and the setting stays."""
+    model, _ = build("llama")
+    if before:
+        model.gradient_checkpointing_enable({"use_reentrant": not reentrant})
+    model.enable_input_require_grads()
+    calls = Calls()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(model, *stronger_mlps(model, calls), fused="torch"))
+        if nested:
+            stack.enter_context(patched(model, fused="torch"))
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        loss = model(**BATCH, use_cache=False).log_probs.mean()
+    assert calls.forwards == 2
+    loss.backward()
+    assert calls.forwards == 4
+    assert_gradients(take_gradients(model), always_patched(), rtol=1e-5)
+    left = model.model.layers[0]._gradient_checkpointing_func
+    assert left.keywords == {"use_reentrant": reentrant}
+
+
+def test_switched_off_inside():
+    model = checkpointed("non-reentrant")
+    with patched(model, *stronger_mlps(model), fused="torch"):
+        model.gradient_checkpointing_disable()
+        loss = model(**BATCH, use_cache=False).log_probs.mean()
+    assert_gradients(gradients(model, lambda: loss), always_patched(), rtol=1e-5)
+    assert not model.is_gradient_checkpointing
+
+
 def test_an_exception_in_the_recomputation_leaves_nothing():
     model = checkpointed("non-reentrant")
     broken = []
