@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 
 class ScopedPatchError(Exception):
@@ -78,3 +78,21 @@ def raise_errors(message: str, errors: Sequence[Exception]) -> None:
     error = join_errors(message, errors)
     if error is not None:
         raise error
+
+
+def finish(action: Callable[[], None]) -> None:
+    """Run an action that can be run again until it has come to its end; an interrupt is raised after that.
+
+    Undoing is short, so it is finished first, however often Ctrl-C comes.
+    """
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            action()
+            break
+        except Exception:
+            raise
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .copies import Guarded, guard, unguard
 from .edits import Edit
-from .errors import ConflictError, ForeignOverwriteError, OutOfOrderExit
+from .errors import ConflictError, ForeignOverwriteError, OutOfOrderExit, finish
 from .replay import Replays, Snapshot
 from .segments import Layer, Segment, SlotState, compose, insert
 from .slots import MISSING, DictSlot, Place, Slot, same
@@ -225,13 +225,15 @@ class LiveStack:
     def freeze_session(self, session: Session, slots: Iterable[Slot]) -> Snapshot:
         """The segments that hold a session's edits, one per place."""
         places: dict[Place, tuple[Slot, Segment]] = {}
+        version = self.version
         for slot in slots:
             state = self.states.get(slot.place)
             for segment in reversed(state.segments) if state is not None else ():
                 if any(session in layer.holders for layer in segment.layers):
                     places[slot.place] = (slot, segment)
                     break
-        return Snapshot(self.version, tuple(places.values()), f"a replay of the scope entered at {session.location}")
+                version = -1  # something lies over it: replaying it is not what shows now
+        return Snapshot(version, tuple(places.values()), f"a replay of the scope entered at {session.location}")
 
     def freeze_without(self, session: Session) -> Snapshot:
         """The values that the places of one live session would have if it alone were left."""
@@ -258,15 +260,12 @@ class LiveStack:
         block = object()
         try:
             try:
-                with self.lock:
-                    self._replays.begin(snapshot, block)
+                self._replays.begin(snapshot, block)
                 yield
             finally:
-                with self.lock:
-                    self._replays.end(snapshot, block)
+                finish(lambda: self._replays.end(snapshot, block))
         except BaseException:
-            with self.lock:
-                self._replays.end(snapshot, block)  # an interrupt may have cut the first one short
+            finish(lambda: self._replays.end(snapshot, block))  # an interrupt may have come before the first one
             raise
 
     def before_change(self) -> None:

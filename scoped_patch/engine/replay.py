@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .errors import ConflictError, raise_errors
+from .errors import ConflictError, join_errors
 from .segments import Layer, Segment, SlotState, insert
 from .slots import Slot
 
@@ -70,6 +70,10 @@ class Frame:
         self.on = False
         self.version_before = self.version_on = -1
 
+    def is_intact(self, live: LiveStack) -> bool:
+        """Has nothing been entered, left or replayed since?"""
+        return live.version == (self.version_on if self.on else self.snapshot.version)
+
     def put_on(self, live: LiveStack) -> None:
         """Put the values on, unless that was done. Undone by `take_off`, however far it came."""
         if self.on:
@@ -86,10 +90,10 @@ class Frame:
             state.move((*below, segment), segment.top, raw)
         self.version_on = live.changed()
 
-    def take_off(self, live: LiveStack) -> None:
-        """Go back to what is below, as it is now. May be called again."""
+    def take_off(self, live: LiveStack) -> Exception | None:
+        """Go back to what is below, as it is now. May be called again. Returns what could not be put back, and why."""
         if not self.on:
-            return
+            return None
         errors: list[Exception] = []
         for slot, _ in reversed(self.snapshot.prepared()):
             state = live.states.get(slot.place)
@@ -105,7 +109,7 @@ class Frame:
         else:
             live.changed()
         self.on = False
-        raise_errors(f"ending {self.snapshot.location}", errors)
+        return join_errors(f"ending {self.snapshot.location}", errors)
 
     def _take_off_place(self, state: SlotState) -> None:
         segments = state.segments
@@ -142,7 +146,7 @@ def _join(segment: Segment, layer: Layer) -> Segment:
 
 
 class Replays:
-    """The frames of all threads, and the rule of who waits for whom. Used with the live stack's lock held."""
+    """The frames of all threads, and the rule of who waits for whom."""
 
     def __init__(self, live: LiveStack) -> None:
         self._live = live
@@ -156,30 +160,37 @@ class Replays:
         Nothing is written while the live stack is what the snapshot was taken of.
         """
         me = threading.get_ident()
-        self._wait(lambda frame: frame.snapshot is not snapshot and _used_by_others(frame, me))
         frames = self.frames
-        if not frames or frames[-1].snapshot is not snapshot:
-            frames.append(Frame(snapshot))
-        frame = frames[-1]
-        frame.users[block] = me
-        if snapshot.version != self._live.version:
-            self._put_all_on()
+
+        def shows_it(frame: Frame) -> bool:
+            return frame is frames[-1] and frame.snapshot is snapshot and frame.is_intact(self._live)
+
+        with self._live.lock:
+            self._wait(lambda frame: _used_by_others(frame, me) and not shows_it(frame))
+            if not frames or not shows_it(frames[-1]):
+                frames.append(Frame(snapshot))
+            frame = frames[-1]
+            frame.users[block] = me
+            if snapshot.version != self._live.version:
+                self._put_all_on()
 
     def end(self, snapshot: Snapshot, block: object) -> None:
         """End a block; may be called again. The last block of a frame takes it off."""
-        for frame in reversed(self.frames):
-            frame.users.pop(block, None)
-            if frame.snapshot is snapshot and not frame.users:
-                try:
-                    frame.take_off(self._live)
-                finally:
+        with self._live.lock:
+            for frame in reversed(self.frames):
+                known = frame.users.pop(block, None) is not None
+                if frame.snapshot is snapshot and not frame.users:
+                    problem = frame.take_off(self._live)  # an interrupt here leaves the frame for another try
                     self.frames.remove(frame)
                     self._waiting.clear()  # each looks again, and says so again if it has to wait on
                     self._idle.notify_all()
-                return
+                    if problem is not None:
+                        raise problem
+                if known:
+                    return
 
     def before_change(self) -> None:
-        """Called before a scope is entered or left: waits until no other thread is in a replay.
+        """Called with the lock held, before a scope is entered or left: waits until no other thread is in a replay.
 
         A replay of this thread goes on, from now on independent of what is live below it.
         """

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from .errors import LeakError, ScopeStateError, join_errors
+from .errors import LeakError, ScopeStateError, finish, join_errors
 from .live import LIVE
 from .replay import Snapshot
 from .resolve import copies_by_value
@@ -121,7 +121,7 @@ class Session:
 
     def _abandon(self, failure: BaseException) -> None:
         """Undo an enter that failed; what goes wrong on the way rides on the failure."""
-        self._undo_all()
+        finish(self._undo)
         for problem in self._problems.values():
             failure.add_note(f"while undoing: {type(problem).__name__}: {problem}")
 
@@ -162,7 +162,7 @@ class Session:
                 self._audit(errors)
         finally:
             self._problems.clear()
-            self._undo_all()
+            finish(self._undo)
         errors += self._problems.values()
         error = join_errors(f"leaving the scope entered at {self.location}", errors)
         if error is None:
@@ -181,20 +181,6 @@ class Session:
                 patch.audit(self)
             except Exception as error:
                 errors.append(error)
-
-    def _undo_all(self) -> None:
-        """Undo everything, however often it is interrupted; an interrupt is raised once all is done."""
-        interrupt: BaseException | None = None
-        while self.state != "closed":
-            try:
-                self._undo()
-                break
-            except Exception:
-                raise
-            except BaseException as error:  # KeyboardInterrupt: restoring is short, so it is finished first
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
 
     def _undo(self) -> None:
         with LIVE.lock:

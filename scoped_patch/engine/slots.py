@@ -217,9 +217,10 @@ class DescriptorSlot(Slot):
     count as the same when they are equal.
     """
 
-    __slots__ = ("_added", "_descriptor")
+    __slots__ = ("_added", "_before", "_descriptor")
     _descriptor: Any
     _added: set[str]
+    _before: frozenset[str] | None
 
     def __init__(self, owner: Any, key: str, label: str, descriptor: Any) -> None:
         super().__init__(owner, key, label, owner)
@@ -230,6 +231,7 @@ class DescriptorSlot(Slot):
             )
         object.__setattr__(self, "_descriptor", descriptor)
         object.__setattr__(self, "_added", set())
+        object.__setattr__(self, "_before", None)
 
     def read(self) -> Any:
         try:
@@ -238,18 +240,21 @@ class DescriptorSlot(Slot):
             return MISSING
 
     def write(self, raw: Any) -> None:
-        own = self._own()
-        before = set(own)
         if raw is MISSING:
             self.forget()  # a property has no deleter as a rule: without what its setter stored, it reads as before
             if self.read() is not MISSING:
                 self._descriptor.__delete__(self.owner)
             return
-        try:
-            self._descriptor.__set__(self.owner, raw)
-        finally:
-            # A property's setter may store its value under another name: what our write added goes with our restore.
-            self._added.update(set(own) - before)
+        # A property's setter may store its value under another name: what our write adds goes with our restore.
+        self._note_added()
+        object.__setattr__(self, "_before", frozenset(self._own()))
+        self._descriptor.__set__(self.owner, raw)
+        self._note_added()
+
+    def _note_added(self) -> None:
+        if self._before is not None:
+            self._added.update(set(self._own()) - self._before)
+            object.__setattr__(self, "_before", None)
 
     def agrees(self, left: Any, right: Any) -> bool:
         if same(left, right):
@@ -262,6 +267,7 @@ class DescriptorSlot(Slot):
             return False
 
     def forget(self) -> None:
+        self._note_added()  # of a write that was interrupted
         own = self._own()
         for name in list(self._added):
             own.pop(name, None)
