@@ -31,6 +31,10 @@ class ModelSession(Session):
     resets_compiler = False
 
     def leave(self, body: BaseException | None) -> None:
+        if body is not None:
+            for patch in self.plan.patches:
+                if isinstance(patch, Ulysses):
+                    patch.abandoned(body)
         try:
             super().leave(body)
         finally:

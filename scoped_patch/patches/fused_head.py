@@ -266,7 +266,11 @@ class Seam:
         if as_tuple:
             kwargs["return_dict"] = True
         keep = kwargs.get("logits_to_keep", 0)
-        targets = aligned_targets(kwargs, kwargs.get("ignore_index", IGNORE_INDEX))
+        shard = active_shard(module)
+        if shard is not None and not shard.gathers_outputs:
+            targets = shard.targets  # shifted over the whole sequence, and cut
+        else:
+            targets = aligned_targets(kwargs, kwargs.get("ignore_index", IGNORE_INDEX))
         if targets is not None and not _kept_already(kwargs, keep):
             temperature = _kept_temperature(temperature, keep, targets)
             targets = _kept(targets, keep)
@@ -281,15 +285,11 @@ class Seam:
             )
         frame = Frame(targets, labels, temperature, kwargs.get("ignore_index", IGNORE_INDEX), thread)
         frame.trl = trl
-        shard = active_shard(module)
         if shard is not None:
             # The head scores this rank's tokens: results are smaller to gather than hidden states or logits.
             shard.wants_local_hidden = True
             frame.shard = shard
-            if shard.gathers_outputs:
-                frame.keep = kwargs.pop("logits_to_keep", 0)
-            else:
-                frame.targets = shard.targets
+            frame.keep = kwargs.pop("logits_to_keep", 0)
         frames.append(frame)
         try:
             out = prior(**kwargs)

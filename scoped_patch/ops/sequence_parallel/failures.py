@@ -1,15 +1,18 @@
 """When one rank fails, the others learn of it instead of waiting for it.
 
-A rank that raises between two collectives leaves its peers inside one that will never end. So it writes a note into the
-group's store, and a rank that has waited for a while looks for such a note. Steps are counted, so that a note of an
-earlier step, which every rank survived, is not read again.
+A rank that raises between two collectives leaves its peers inside one that will never end. So it leaves a note in the
+group's store, and a rank that has waited for a while looks for such notes; one that gives up says so too. Steps (calls of
+the model) are counted, so that a note of an earlier step is not taken for the present one. Before its next step, a rank
+that failed finds out whether anybody was left behind: if not, the group goes on; if so, it is out of step for good, and
+every rank knows. Nothing is written or read as long as nothing fails.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +24,9 @@ logger = logging.getLogger("scoped_patch")
 #: seconds between two looks for a note; nothing is read while collectives end sooner than that
 POLL_SECONDS = 1.0
 
+#: how long a rank that failed waits to hear how the others left that step
+SETTLE_SECONDS = 30.0
+
 
 class RankFailedError(ScopedPatchError, RuntimeError):
     """Another rank of the group failed, so this collective will never end; the message names the rank and its error."""
@@ -29,8 +35,10 @@ class RankFailedError(ScopedPatchError, RuntimeError):
 @dataclass
 class _Group:
     step: int = 0
+    #: why no collective of this group can be trusted any more
     broken: str = ""
-    told: set[int] = field(default_factory=set)
+    #: this rank left the present step with an error
+    failed: bool = False
 
 
 _groups: weakref.WeakKeyDictionary[Any, _Group] = weakref.WeakKeyDictionary()
@@ -49,50 +57,66 @@ def begin_step(group: dist.ProcessGroup) -> None:
     Raises:
         RankFailedError: a collective of an earlier step never ended, so this group is out of step for good.
     """
-    state = _state(group)
-    state.step += 1
-    if state.broken:
-        report_failure(group, RankFailedError(state.broken))
-        raise RankFailedError(f"this group cannot be used any more, make a new one: {state.broken}")
+    if not settle(group):
+        raise RankFailedError(f"this process group cannot be used any more, make a new one: {_state(group).broken}")
+    _state(group).step += 1
 
 
 def report_failure(group: dist.ProcessGroup, error: BaseException) -> None:
     """Tell the other ranks of `group` that this rank leaves the present step with `error`. Never raises."""
     state = _state(group)
-    if isinstance(error, RankFailedError) and not state.broken:
-        return  # it was told to us
-    if state.step in state.told:
+    if state.failed or state.broken:
         return
-    state.told.add(state.step)
-    store = _store(group)
-    if store is None:
-        return
-    text = f"rank {dist.get_rank()} failed with {type(error).__name__}: {str(error)[:500]}"
-    try:
-        store.set(_key(state.step), text)
-    except Exception as problem:  # the store's host may be gone; the error itself matters more
-        logger.debug("could not tell the other ranks: %s", problem)
+    state.failed = True
+    _write(group, "failed", state.step, f"rank {dist.get_rank()} failed with {type(error).__name__}: {str(error)[:500]}")
+
+
+def settle(group: dist.ProcessGroup) -> bool:
+    """Can another step begin? After a failure of this rank: waits until the others have said how they left that step."""
+    state = _state(group)
+    if state.failed and not state.broken:
+        state.broken = _left_behind(group, state.step)
+        state.failed = False
+    return not state.broken
+
+
+def _left_behind(group: dist.ProcessGroup, step: int) -> str:
+    """Why the group is out of step after this rank failed, or nothing."""
+    others = set(range(dist.get_world_size(group))) - {dist.get_rank(group)}
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        for rank in list(others):
+            note = _read(group, "gave_up", step, rank)
+            if note is not None:
+                return note
+            if _read(group, "failed", step, rank) is not None:
+                others.discard(rank)  # on its own, in none of our collectives
+            elif _read(group, "waits", step + 1, rank) is not None:
+                return ""  # it came through that step
+        if not others:
+            return ""
+        if time.monotonic() > deadline:
+            return f"rank {dist.get_rank()} failed, and did not hear from the others within {SETTLE_SECONDS:g} seconds"
+        time.sleep(0.02)
 
 
 def check(group: dist.ProcessGroup, what: str) -> None:
-    """Look for a note of another rank.
+    """Called while waiting: look for notes of other ranks.
 
     Raises:
         RankFailedError: there is one for the present step.
     """
-    store = _store(group)
-    if store is None:
-        return
     state = _state(group)
-    try:
-        if not store.check([_key(state.step)]):
-            return
-        note = store.get(_key(state.step)).decode(errors="replace")
-    except Exception as problem:
-        logger.debug("could not look for notes of other ranks: %s", problem)
-        return
-    state.broken = f"{note}, while rank {dist.get_rank()} waited for it in {what}"
-    raise RankFailedError(state.broken)
+    me = dist.get_rank(group)
+    for rank in range(dist.get_world_size(group)):
+        if rank == me:
+            continue
+        note = _read(group, "failed", state.step, rank)
+        if note is not None:
+            state.broken = f"{note}, while rank {dist.get_rank()} waited for it in {what}"
+            _write(group, "gave_up", state.step, state.broken)
+            raise RankFailedError(state.broken)
+    _write(group, "waits", state.step, "")
 
 
 def is_broken(group: dist.ProcessGroup) -> bool:
@@ -101,8 +125,30 @@ def is_broken(group: dist.ProcessGroup) -> bool:
     return state is not None and bool(state.broken)
 
 
-def _key(step: int) -> str:
-    return f"scoped_patch/failed/{step}"
+def _key(kind: str, step: int, rank: int) -> str:
+    return f"scoped_patch/{kind}/{step}/{rank}"
+
+
+def _write(group: dist.ProcessGroup, kind: str, step: int, text: str) -> None:
+    store = _store(group)
+    if store is None:
+        return
+    try:
+        store.set(_key(kind, step, dist.get_rank(group)), text)
+    except Exception as problem:  # the store's host may be gone; what is being said matters less than what happened
+        logger.debug("could not tell the other ranks: %s", problem)
+
+
+def _read(group: dist.ProcessGroup, kind: str, step: int, rank: int) -> str | None:
+    store = _store(group)
+    if store is None:
+        return None
+    try:
+        key = _key(kind, step, rank)
+        return store.get(key).decode(errors="replace") if store.check([key]) else None
+    except Exception as problem:
+        logger.debug("could not look for notes of other ranks: %s", problem)
+        return None
 
 
 def _store(group: dist.ProcessGroup) -> Any:

@@ -81,12 +81,12 @@ def resolve(group: GroupLike) -> dist.ProcessGroup | None:
         return group
     world = dist.group.WORLD
     assert world is not None
-    if group == dist.get_world_size() and not failures.is_broken(world):
+    if group == dist.get_world_size() and failures.settle(world):
         return world
     first = dist.get_rank() // group * group
     ranks = tuple(range(first, first + group))
     known = _made.setdefault(world, {})
     found = known.get(ranks)
-    if found is None or failures.is_broken(found):
+    if found is None or not failures.settle(found):
         found = known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
     return found

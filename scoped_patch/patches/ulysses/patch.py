@@ -22,7 +22,7 @@ from ...models.attention import (
 from ...models.modules import foreign_forward, forward_edit, module_paths
 from ...models.spec import describe, text_config
 from ...models.unwrap import unwrap
-from ...ops.sequence_parallel import HeadLayout, gather_sequence
+from ...ops.sequence_parallel import HeadLayout, gather_sequence, report_failure
 from . import groups
 from .batch import shard_batch
 from .seam import Seam
@@ -59,6 +59,8 @@ class Ulysses(Patch):
     inputs: Literal["full", "sharded"] = "full"
     grad_reduction: Literal["mean", "sum"] = "mean"
     name: str = field(default="ulysses", init=False, repr=False)
+    #: the process group of the last call, for `abandoned`
+    in_use: list[Any] = field(default_factory=list, init=False, repr=False)
     _last_length: list[int] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -192,13 +194,14 @@ class Ulysses(Patch):
     def _attention_edits(
         self, seam: Seam, layers: tuple[MixingLayer, ...], path: Any, common: dict[str, Any]
     ) -> Iterable[Edit]:
-        makers: dict[str, Any] = {}
         registered: set[tuple[int, str]] = set()
+        # The name holds the implementation's: code that looks for "flash" in it sees what it saw. It is read where nobody
+        # changes it, so that two scopes that share edits share the name.
+        implementation = getattr(getattr(seam.decoder, "config", None), "_attn_implementation", None)
+        name = f"ulysses_{implementation}_{id(seam.model):x}"
+        make_view = seam.attention_view(name)
         for layer in layers:
             for module in layer.attentions:
-                implementation = getattr(module.config, "_attn_implementation", None)
-                # The name holds the implementation's: code that looks for "flash" in it sees what it saw.
-                name = f"ulysses_{implementation}_{id(seam.model):x}"
                 registry = attention_registry(module)
                 if (id(registry), name) not in registered:
                     registered.add((id(registry), name))
@@ -214,7 +217,7 @@ class Ulysses(Patch):
                     )
                 yield Edit(
                     attribute_slot(module, "config", f"{path(module)}.config"),
-                    makers.setdefault(name, seam.attention_view(name)),
+                    make_view,
                     "wrap",
                     "send this attention through the exchange",
                     commutes=True,
@@ -252,6 +255,11 @@ class Ulysses(Patch):
                 f"{self.name}: the decoder ran {calls['model']} times in the scope entered at {session.location}, and none "
                 f"of its attentions exchanged heads"
             )
+
+    def abandoned(self, error: BaseException) -> None:
+        """The scope is left with an error of its body (in backward, say): tell the other ranks, who may wait for this one."""
+        for group in self.in_use:
+            report_failure(group, error)
 
     # ------------------------------------------------------------------------------------------------- helpers
     def shard(self, batch: dict[str, Any]) -> dict[str, Any]:

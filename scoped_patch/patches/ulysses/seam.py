@@ -52,7 +52,7 @@ class Seam:
             return prior(*args, **kwargs)
         kwargs = self._named(self.model_positional, args, kwargs)
         self._refuse(kwargs)
-        group = resolve(self.patch.group)
+        group = self._group()
         with _Step(group):
             shard = self._shard(group, kwargs)
             announce(shard)
@@ -61,6 +61,11 @@ class Seam:
             finally:
                 withdraw(shard)
             return self._finish(out, shard, kwargs)
+
+    def _group(self) -> dist.ProcessGroup | None:
+        group = resolve(self.patch.group)
+        self.patch.in_use[:] = [group] if group is not None else []
+        return group
 
     def _shard(self, group: dist.ProcessGroup | None, kwargs: dict[str, Any]) -> SequenceShard:
         """How this call is spread. In a cut layout, `kwargs` come to say what the other ranks have."""
@@ -143,7 +148,7 @@ class Seam:
         shard = active_shard(self.model)
         if shard is not None:
             return self._run_decoder(prior, module, shard, kwargs)
-        group = resolve(self.patch.group)  # the decoder was called on its own
+        group = self._group()  # the decoder was called on its own
         with _Step(group):
             shard = self._shard(group, kwargs)
             announce(shard)
@@ -200,14 +205,14 @@ class Seam:
     def _gather(self, out: Any, shard: SequenceShard) -> None:
         if shard.group is None:
             return
-        last = out.last_hidden_state
-        if shard.gathers_outputs and not shard.wants_local_hidden:
-            whole = shard.gather(last, 1)
+        last: Tensor = out.last_hidden_state
+        if shard.gathers_outputs:
+            whole = last if shard.wants_local_hidden else shard.gather(last, 1)
             states = getattr(out, "hidden_states", None)
             if states:
-                others = [x for x in states if x is not last]
-                stacked = iter(shard.gather(torch.stack(others), 2)) if others else iter(())
-                out.hidden_states = tuple(whole if x is last else next(stacked) for x in states)
+                apart = [x for x in states if x is not last or whole is last]
+                gathered = iter(shard.gather(torch.stack(apart), 2)) if apart else iter(())
+                out.hidden_states = tuple(whole if x is last and whole is not last else next(gathered) for x in states)
             out.last_hidden_state = whole
         routers = getattr(out, "router_logits", None)
         if routers:
