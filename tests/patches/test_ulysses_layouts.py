@@ -59,7 +59,7 @@ def check_the_last_token_of_a_packed_sample_has_no_target(rank: int, world: int)
     ids, positions = _ids(10, 11, 12, 20, 21), _ids(0, 1, 2, 0, 1)
     with patched(model, sp=_sharded(world), fused="torch") as scope:
         mine = scope.shard({"input_ids": ids, "position_ids": positions})
-        assert _targets_of(model, **mine) == [[11, 12, -100], [21, 21, -100]][rank]  # a padding token follows the last
+        assert _targets_of(model, **mine) == [[11, 12, -100], [21, -100, -100]][rank]  # the last one is padding
     with patched(model, sp=world, fused="torch"):
         out = model(input_ids=ids, position_ids=positions)
     assert (out.log_probs[0] == 0).tolist() == [False, False, True, False, True]
@@ -223,7 +223,7 @@ def check_collectives_and_bytes(rank: int, world: int) -> None:
             assert log.bytes("all_to_all") == 4 * layers * (exchanged + returned)
             if sp.inputs == "full":  # log_probs and entropy, fp32
                 assert log.calls[-1] == ("all_gather", batch * size * 2 * 4)
-            else:  # position ids and tokens, int64
+            else:  # position ids and labels, int64
                 assert log.calls[0] == ("all_gather", 2 * batch * size * 8)
             forward = len(log.calls)
             out.log_probs.sum().backward()

@@ -141,7 +141,8 @@ def shard_batch(group: dist.ProcessGroup | None, batch: dict[str, Any]) -> dict[
     """This rank's part of a whole batch, padded to equal parts.
 
     Tensors [B, S, ...] are cut in dimension 1, `position_ids` in the last one; a 4-D mask and all else stays whole. Padding
-    is labelled -100, masked where there is a mask, and continues the last positions.
+    is labelled -100 (`shift_labels` are added where no labels are given), masked where there is a mask, and continues the
+    last positions.
     """
     lengths = [x.shape[1] for name in ("input_ids", "inputs_embeds") if isinstance(x := batch.get(name), Tensor)]
     if not lengths:
@@ -151,6 +152,10 @@ def shard_batch(group: dist.ProcessGroup | None, batch: dict[str, Any]) -> dict[
         return dict(batch)
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     size = shard_length(length, ranks)
+    if size * ranks > length and all(batch.get(name) is None for name in ("labels", "shift_labels")):
+        targets = aligned_targets(batch)
+        if targets is not None:  # otherwise the last real token would be scored against padding
+            batch = {**batch, "shift_labels": targets}
     made: dict[str, Any] = {}
     for name, x in batch.items():
         dim = -1 if name == "position_ids" else 1
