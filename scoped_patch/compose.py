@@ -211,7 +211,13 @@ def refuse_two_settings(patches: tuple[Patch, ...]) -> None:
 
 
 def compiled_code_exists() -> bool:
-    """Has anything been compiled in this process? (Looks only if Dynamo is loaded at all.)"""
+    """Has anything been compiled in this process? (Looks only if Dynamo is loaded at all.)
+
+    Functions that are only marked for compilation do not count: libraries have those, and they run as they are when called.
+    """
+    codes = getattr(sys.modules.get("torch._dynamo.convert_frame"), "output_codes", None)
+    if hasattr(codes, "seen"):
+        return bool(codes.seen)
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return bool(getattr(frames, "cached_backends", None))
 
