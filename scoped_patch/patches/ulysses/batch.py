@@ -46,6 +46,9 @@ def check_whole(kwargs: dict[str, Any], length: int, ranks: int) -> None:
             continue
         if name == "attention_mask" and given.ndim == 3:
             continue
+        keep = kwargs.get("logits_to_keep")
+        if name == "shift_labels" and isinstance(keep, Tensor) and given.shape[1:] == keep.shape:
+            continue  # aligned with the rows that are kept
         raise BadOptionError(
             f"ulysses: {name} has {given.shape[-1]} tokens and the input {length}. With inputs='full' (the default) every "
             f"rank passes the whole sequence; for tensors that are cut over the {ranks} ranks already, use "

@@ -153,9 +153,10 @@ class Seam:
             shard = self._shard(group, kwargs)
             announce(shard)
             try:
-                return self._run_decoder(prior, module, shard, kwargs)
+                out = self._run_decoder(prior, module, shard, kwargs)
             finally:
                 withdraw(shard)
+            return self._finish(out, shard, kwargs)
 
     def _run_decoder(self, prior: Callable[..., Any], module: nn.Module, shard: SequenceShard, kwargs: dict[str, Any]) -> Any:
         self._prepare(module, shard, kwargs)
