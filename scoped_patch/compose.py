@@ -216,8 +216,9 @@ def compiled_code_exists() -> bool:
     Functions that are only marked for compilation do not count: libraries have those, and they run as they are when called.
     """
     codes = getattr(sys.modules.get("torch._dynamo.convert_frame"), "output_codes", None)
-    if hasattr(codes, "seen"):
-        return bool(codes.seen)
+    seen = getattr(codes, "seen", None)
+    if seen is not None:
+        return bool(seen)
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return bool(getattr(frames, "cached_backends", None))
 
