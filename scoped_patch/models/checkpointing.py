@@ -2,7 +2,8 @@
 
 Without this, leaving the scope before `backward()` recomputes with the unpatched forward and gives wrong gradients with
 no error. Covered: transformers' `_gradient_checkpointing_func` and torch's `CheckpointWrapper`. A call of
-`torch.utils.checkpoint` hidden in a model's own code is not seen.
+`torch.utils.checkpoint` hidden in a model's own code is not seen; nor is a forward that ran while no scope was live, so going
+backward from it inside a scope recomputes it patched.
 """
 
 from __future__ import annotations

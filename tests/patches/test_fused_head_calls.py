@@ -306,3 +306,20 @@ def test_head_used_directly_is_the_head(llama):
         torch.testing.assert_close(llama.lm_head(hidden), wanted)
         llama(input_ids=IDS)
     assert scope.state == "closed"
+
+
+def test_bf16_weight_gradients_do_not_get_worse_with_more_blocks():
+    """They are summed in fp32 over all tokens and blocks, and rounded to bf16 once."""
+    model, _ = build("llama", dtype=torch.bfloat16)
+    ids = token_ids(8, 64)
+    weights = torch.randn(8, 64, generator=torch.Generator().manual_seed(2))
+    weight = model.lm_head.weight.detach().double().requires_grad_()
+    hidden = model.model(input_ids=ids, use_cache=False)[0].detach().double()
+    (reference(hidden @ weight.T, shifted(ids)).log_probs * weights).sum().backward()
+    errors = []
+    for memory in ("auto", 64 * 1024, 4096):
+        with patched(model, fused=FusedHead("torch", memory=memory)):
+            found = gradients(model, lambda: (model(input_ids=ids).log_probs * weights).sum())["lm_head.weight"]
+        errors.append(((found.double() - weight.grad).abs().max() / weight.grad.abs().max()).item())
+    assert max(errors) < 5e-3
+    assert max(errors) <= 1.5 * errors[0]

@@ -18,7 +18,7 @@ from tests.support.scores import (
     take_gradients,
     unpatched,
 )
-from tests.tiny_models import TEXT, build
+from tests.tiny_models import TEXT, VLMS, build
 
 SEQ = 10
 MIXTURES = ("qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v3", "kimi_linear")
@@ -189,3 +189,18 @@ def test_nothing_is_left(model):
     assert [(i, d.keys()) for i, d in before] == [(i, d.keys()) for i, d in after]
     for (_, own), (_, now) in zip(before, after, strict=True):
         assert all(own[key] is now[key] for key in own)
+
+
+@pytest.mark.parametrize("name", VLMS)
+def test_vision_models(name):
+    """The same seams serve them: image tokens in, every parameter's gradient right."""
+    vision, inputs = build(name)
+    labels = inputs.pop("labels")
+    wanted = reference(vision(**inputs).logits, shifted(labels))
+    right = gradients(vision, lambda: objective(wanted))
+    loss = vision(**inputs, labels=labels).loss
+    with patched(vision, fused="torch"):
+        out = vision(**inputs, labels=labels)
+        assert_scores(out, wanted)
+        torch.testing.assert_close(out.loss, loss, rtol=1e-5, atol=1e-5)
+        assert_gradients(gradients(vision, lambda: objective(out)), right)
