@@ -14,7 +14,7 @@ from .edits import Edit
 from .errors import ConflictError, ForeignOverwriteError, OutOfOrderExit, finish
 from .replay import Replays, Snapshot
 from .segments import Layer, Segment, SlotState, compose, insert
-from .slots import MISSING, DictSlot, Place, Slot, same
+from .slots import MISSING, Place, Slot, same
 
 if TYPE_CHECKING:
     from .session import Session
@@ -73,7 +73,7 @@ class LiveStack:
         if state is not None:
             state.settle()
         if state is None or not state.segments:
-            if raw is not MISSING and self._guarded and isinstance(slot, DictSlot):
+            if raw is not MISSING and (edit.token is not None or edit.exclusive is not None):
                 self._refuse_moved(edit, patch, raw)
             made = edit.build(slot.value_of(raw))
             state = self.state_for(slot)
@@ -110,7 +110,7 @@ class LiveStack:
         known = self._guarded.get(id(edit.slot.owner))
         for place in known[1] if known else ():
             state = self.states.get(place)
-            if state is not None and state.segments and same(state.segments[-1].top, raw):
+            if state is not None and state.segments and state.segments[-1].top is raw:
                 for layer in state.segments[-1].layers:
                     if layer.is_same_edit(edit) or (edit.exclusive and edit.exclusive == layer.edit.exclusive):
                         raise ConflictError(
@@ -125,9 +125,24 @@ class LiveStack:
         if state is None:
             return None
         state.settle()
-        problem = self._remove(state, edit, session, on_foreign)
+        problem = None
+        if state.segments and not self._remove_only(state, edit, session):
+            problem = self._remove(state, edit, session, on_foreign)
         self.drop_if_empty(state)
         return problem
+
+    @staticmethod
+    def _remove_only(state: SlotState, edit: Edit, session: Session) -> bool:
+        """The common case, in short: nothing else is live here, and nobody else was here."""
+        segment = state.segments[0]
+        if len(state.segments) == 1 and len(segment.layers) == 1 and segment.replay is None:
+            layer = segment.layers[0]
+            if layer.edit is edit and layer.holders == (session,):
+                raw = state.slot.read()
+                if raw is segment.top:
+                    state.move((), segment.base, raw)
+                    return True
+        return False
 
     def _remove(self, state: SlotState, edit: Edit, session: Session, on_foreign: str) -> Exception | None:
         slot, segments = state.slot, state.segments
@@ -228,7 +243,11 @@ class LiveStack:
         version = self.version
         for slot in slots:
             state = self.states.get(slot.place)
-            for segment in reversed(state.segments) if state is not None else ():
+            segments = state.segments if state is not None else ()
+            if len(segments) == 1:
+                places[slot.place] = (slot, segments[0])
+                continue
+            for segment in reversed(segments):
                 if any(session in layer.holders for layer in segment.layers):
                     places[slot.place] = (slot, segment)
                     break

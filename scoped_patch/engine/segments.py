@@ -148,16 +148,17 @@ class SlotState:
             self._seen = seen
             if not isinstance(slot, DescriptorSlot) or seen is MISSING or raw is MISSING:
                 raise RestoreError(f"{slot.label} was set to {raw!r} but reads {seen!r}")
-        self._finish(segments, raw)
+        if self._order is not None or not segments:
+            self._tidy(segments, raw)
+        self.segments = segments
+        self._goal = None
         return seen
 
-    def _finish(self, segments: tuple[Segment, ...], raw: Any) -> None:
+    def _tidy(self, segments: tuple[Segment, ...], raw: Any) -> None:
         if self._order is not None and raw is not MISSING and isinstance(self.slot, ItemSlot):
             self.slot.move_behind(self._order)
         if not segments:
             self.slot.forget()
-        self.segments = segments
-        self._goal = None
 
     def mend(self, segments: tuple[Segment, ...], entries: tuple[tuple[Hashable, Any], ...]) -> None:
         """Put values under other keys of the same mapping, and with it make `segments` true."""
@@ -176,9 +177,10 @@ class SlotState:
         if self._goal is not None:
             segments, raw, found = self._goal
             now = self.slot.read()
-            if self.slot.agrees(now, raw):
-                self._finish(segments, raw)
-            elif not self.slot.agrees(now, found):
-                self._seen = now  # the place made something else of what we wrote; it is ours all the same
-                self._finish(segments, raw)
+            written = self.slot.agrees(now, raw)
+            if written or not self.slot.agrees(now, found):
+                # Neither the one nor the other: the place made something else of what we wrote. It is ours all the same.
+                self._seen = _AS_GIVEN if written else now
+                self._tidy(segments, raw)
+                self.segments = segments
             self._goal = None

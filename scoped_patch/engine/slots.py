@@ -131,7 +131,8 @@ class ItemSlot(Slot):
 
     def read(self) -> Any:
         # `in` first: `[]` on a defaultdict, and `get` on mappings built over one, would create the key.
-        return self._mapping[self.key] if self.key in self._mapping else MISSING  # noqa: SIM401
+        mapping, key = self._mapping, self.key
+        return mapping[key] if key in mapping else MISSING  # noqa: SIM401
 
     def write(self, raw: Any) -> None:
         if raw is not MISSING:
