@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -113,6 +114,17 @@ class SequenceShard:
             whole = values
         return self.cut(whole, 1, fill)
 
+    def kept_rows(self, keep: Tensor) -> KeptRows:
+        """How the listed rows (int64 [K], of the whole sequence, any order, repeats too) are divided among the ranks."""
+        keep = torch.where(keep < 0, keep + self.length, keep)
+        owner = torch.div(keep, self.size, rounding_mode="floor")
+        own = owner[:, None] == torch.arange(self.ranks, device=keep.device)
+        before = own.long().cumsum(0) - 1
+        size = max(1, int(before[-1].max()) + 1) if len(keep) else 1
+        places = owner * size + before.gather(1, owner[:, None])[:, 0]
+        mine = own[:, self.rank].nonzero()[:, 0]
+        return KeptRows(self, size, mine, keep[mine] - self.rank * self.size, places)
+
     def gather(self, x: Tensor, dim: int, *, backward: Any = "sum") -> Tensor:
         """Every rank's tokens, without padding: [.., size, ..] -> [.., S, ..]."""
         if self.group is None:
@@ -141,6 +153,40 @@ class SequenceShard:
     def bounds(self) -> tuple[int, int]:
         """The real tokens [start, end) of this rank."""
         return shard_bounds(self.length, self.ranks, self.rank)
+
+
+@dataclass(frozen=True, eq=False)
+class KeptRows:
+    """Listed rows of a whole sequence, each computed by the rank that has its token.
+
+    Attributes:
+        shard: the call.
+        size: rows that every rank computes, padding included.
+        mine: int64, which of the listed rows are this rank's.
+        local: int64, where those are in this rank's part.
+        places: int64 [K], where each listed row is among all ranks' results.
+    """
+
+    shard: SequenceShard
+    size: int
+    mine: Tensor
+    local: Tensor
+    places: Tensor
+
+    @property
+    def rows(self) -> Tensor:
+        """int64 [size], the rows of this rank's part to compute; padding is its first row."""
+        return torch.nn.functional.pad(self.local, (0, self.size - len(self.local)))
+
+    def cut(self, values: Tensor, fill: float) -> Tensor:
+        """[B, K] values of the listed rows -> [B, size] of this rank's."""
+        mine = values.index_select(1, self.mine.to(values.device))
+        return torch.nn.functional.pad(mine, (0, self.size - mine.shape[1]), value=fill)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[B, size, ...] of this rank's -> [B, K, ...] of all listed rows, on every rank."""
+        whole = x if self.shard.group is None else gather_sequence(x, 1, self.shard.group)
+        return whole.index_select(1, self.places.to(x.device))
 
 
 _active: list[SequenceShard] = []

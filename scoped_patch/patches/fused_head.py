@@ -27,7 +27,7 @@ from ..models.head import head_problem, head_terms
 from ..models.modules import foreign_forward, forward_edit, forward_slot, is_class_forward, module_paths
 from ..models.outputs import declare_for, fused_output_class
 from ..models.packing import IGNORE_INDEX, aligned_targets
-from ..models.sharding import SequenceShard, active_shard
+from ..models.sharding import KeptRows, SequenceShard, active_shard
 from ..models.spec import Anatomy, anatomy, describe
 from ..models.unwrap import unwrap
 from ..ops.linear_cross_entropy import linear_cross_entropy
@@ -191,6 +191,7 @@ class Frame:
         "log_probs",
         "packed",
         "ran",
+        "rows",
         "scored",
         "shard",
         "targets",
@@ -215,6 +216,7 @@ class Frame:
         self.trl: TrlHead | None = None
         #: how the call's sequence is spread over ranks, and the rows that the caller wants of the whole
         self.shard: SequenceShard | None = None
+        self.rows: KeptRows | None = None
         self.keep: Any = 0
 
 
@@ -290,6 +292,9 @@ class Seam:
             shard.wants_local_hidden = True
             frame.shard = shard
             frame.keep = kwargs.pop("logits_to_keep", 0)
+            if shard.gathers_outputs and _is_list_of_rows(frame.keep):
+                frame.rows = shard.kept_rows(frame.keep)
+                kwargs["logits_to_keep"] = frame.rows.rows
         frames.append(frame)
         try:
             out = prior(**kwargs)
@@ -394,7 +399,11 @@ class Seam:
             )
         temperature = frame.temperature
         shard = frame.shard
-        if shard is not None and shard.gathers_outputs:
+        if frame.rows is not None:
+            targets = frame.rows.cut(targets, frame.ignore_index)
+            if isinstance(temperature, Tensor) and temperature.ndim == 2:
+                temperature = frame.rows.cut(temperature, 1.0)
+        elif shard is not None and shard.gathers_outputs:
             targets = shard.cut_kept(targets, frame.keep, frame.ignore_index)
             if isinstance(temperature, Tensor) and temperature.ndim == 2:
                 temperature = shard.cut_kept(temperature, frame.keep, 1.0)
@@ -435,7 +444,9 @@ class Seam:
         second = entropy if entropy is not None else torch.zeros_like(first)
         extra = [] if trl is None else trl.columns(result, hidden_states, terms, self.transform, temperature)
         packed = torch.stack([first, second, *extra], -1)
-        if shard is not None and shard.gathers_outputs:
+        if frame.rows is not None:
+            packed = frame.rows.gather(packed)
+        elif shard is not None and shard.gathers_outputs:
             packed = _kept(shard.gather(packed, 1), frame.keep)
         frame.packed = packed
         return packed
@@ -494,7 +505,11 @@ def _loss(frame: Frame, num_items: Any) -> Tensor:
 def _kept_already(kwargs: dict[str, Any], keep: Any) -> bool:
     """As transformers' losses have it: `shift_labels` as long as a list of rows to keep belong to those rows."""
     given = kwargs.get("shift_labels")
-    return given is not None and isinstance(keep, Tensor) and keep.dtype == torch.int64 and given.shape[1:] == keep.shape
+    return given is not None and _is_list_of_rows(keep) and given.shape[1:] == keep.shape
+
+
+def _is_list_of_rows(keep: Any) -> bool:
+    return isinstance(keep, Tensor) and keep.dtype == torch.int64 and keep.ndim == 1
 
 
 def _kept(values: Tensor, keep: Any) -> Tensor:

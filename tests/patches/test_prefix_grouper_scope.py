@@ -295,13 +295,18 @@ def _spread_over_ranks(rank, world, name, how):
     model = build(name)
     groups = _groups_for(name)
     wanted, right = wanted_of(model, groups.batch)
-    if how == "checkpointing":
+    if "checkpointing" in how:
         model.train()
         model.gradient_checkpointing_enable()
-    with patched(model, prefix_grouper=True, sp=world) as scope:
-        out = model(**groups.batch, group_ids=groups.group_ids)
-    found = reference(out.logits, shifted(groups.batch["labels"]))
+    fused = None if how == "logits" else "torch"
+    with patched(model, prefix_grouper=True, sp=world, fused=fused) as scope:
+        out = []
+        counted = count(model, lambda: out.append(model(**groups.batch, group_ids=groups.group_ids)))
+    found = out[0] if fused else reference(out[0].logits, shifted(groups.batch["labels"]))
     objective(found).backward()
+    if fused:
+        # Each scored row is computed by the rank that has its token; they are as many on each rank as on the fullest.
+        assert groups.scored / world <= counted.head_rows[0] < groups.scored
     assert_log_probs(found, wanted)
     left = take_gradients(model)
     for gradient in left.values():
@@ -313,36 +318,41 @@ def _spread_over_ranks(rank, world, name, how):
 
 
 @pytest.mark.parametrize(
-    ("name", "world"),
+    ("name", "world", "how"),
     [
-        ("qwen3", 2),
-        ("qwen2_vl", 2),
-        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("mistral", "gpt_oss", "deepseek_v3")),
-        *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ("qwen3", "gpt_oss")),
+        ("qwen3", 2, "fused checkpointing"),
+        ("qwen3", 2, "logits"),
+        ("qwen2_vl", 2, "fused"),
+        *(pytest.param(name, 2, "fused", marks=pytest.mark.slow) for name in ("mistral", "gpt_oss", "deepseek_v3")),
+        *(pytest.param(name, 4, "fused", marks=pytest.mark.slow) for name in ("qwen3", "gpt_oss")),
     ],
 )
-def test_sequence_parallel(name, world):
-    for worst in spawn(world, _spread_over_ranks, name, ""):
+def test_sequence_parallel(name, world, how):
+    """The packed row is spread over ranks; each scores the rows of its own tokens, the last of a prefix several times."""
+    for worst in spawn(world, _spread_over_ranks, name, how):
         assert worst < 2e-5
 
 
-@pytest.mark.slow
-def test_sequence_parallel_with_checkpointing():
-    for worst in spawn(2, _spread_over_ranks, "qwen3", "checkpointing"):
-        assert worst < 2e-5
-
-
-def test_what_does_not_go_with_sequence_parallelism_yet():
+def test_rows_cut_over_ranks_are_refused():
     from scoped_patch import Ulysses
 
     model, groups = build(), text_groups()
-    with (
-        patched(model, sp=1, fused="torch", prefix_grouper=True),
-        pytest.raises(UnsupportedError, match="sp= and fused= cannot both lie under prefix_grouper"),
-    ):
-        model(**groups.batch, group_ids=groups.group_ids)
     with (
         patched(model, sp=Ulysses(1, inputs="sharded"), prefix_grouper=True),
         pytest.raises(UnsupportedError, match="use inputs='full'"),
     ):
         model(**groups.batch, group_ids=groups.group_ids)
+
+
+@pytest.mark.parametrize("labels", ["responses", "none"])
+def test_one_rank(labels):
+    """`sp=1` changes nothing, with a temperature per token and nothing to score as well."""
+    model, groups = build(), text_groups()
+    heat = 0.5 + torch.rand(groups.real.shape)
+    if labels == "none":
+        groups.batch["labels"][:] = -100
+    wanted = unpatched(model, groups.batch, heat)
+    with patched(model, sp=1, fused="torch", prefix_grouper=True):
+        found = model(**groups.batch, group_ids=groups.group_ids, temperature=heat)
+        found.log_probs.sum().backward()
+    torch.testing.assert_close(found.log_probs.double(), wanted.log_probs, rtol=0, atol=1e-4)

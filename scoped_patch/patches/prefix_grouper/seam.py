@@ -217,9 +217,4 @@ def fused_below(prior: Callable[..., Any]) -> fused_head.Seam | None:
             f"prefix_grouper: sp=Ulysses(inputs={sharded.patch.inputs!r}) gives every rank a part of each row, and "
             f"prefixes are found in whole rows; use inputs='full'"
         )
-    if fused is not None and sharded is not None:
-        raise UnsupportedError(
-            "prefix_grouper: sp= and fused= cannot both lie under prefix_grouper= yet: the last token of a prefix is scored "
-            "once per response, and the ranks' rows have one target each. Leave out one of the three"
-        )
     return fused
