@@ -244,10 +244,11 @@ def test_a_cuda_graph_can_hold_it():
         out = call(x, y, backend="triton", memory="low")
         return out.log_probs, *torch.autograd.grad(out.log_probs.sum(), (x["h"], x["w"]))
 
-    wanted = step()
+    # All outside of the default stream, which a capture must not wait for.
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        step()
+        wanted = step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -213,10 +214,10 @@ def _temperature(temperature: float | Tensor, labels: Tensor, hidden: Tensor) ->
     if not isinstance(temperature, Tensor):
         if not temperature > 0:
             raise ValueError(f"temperature: got {temperature}, wanted a number > 0")
-        # On the CPU a kernel takes it without waiting for the device; a compiled graph wants it on the device. A product
-        # keeps a changed float a symbol under torch.compile; torch.full would compile again for each value.
-        device = hidden.device if torch.compiler.is_compiling() else "cpu"
-        return torch.ones((), dtype=torch.float64, device=device) * temperature
+        if not torch.compiler.is_compiling():
+            return _number(float(temperature))
+        # A product keeps a changed float a symbol under torch.compile; torch.full would compile again for each value.
+        return torch.ones((), dtype=torch.float64, device=hidden.device) * temperature
     if temperature.dtype not in (torch.float32, torch.float64):
         raise TypeError(
             f"temperature: got a {temperature.dtype} tensor, wanted float32 or float64; mixed precision (FSDP's cast_forward_inputs, for "
@@ -234,6 +235,12 @@ def _temperature(temperature: float | Tensor, labels: Tensor, hidden: Tensor) ->
             "that, or a scalar"
         )
     return temperature.view(shape).expand(labels.shape).reshape(-1)
+
+
+@lru_cache(maxsize=64)
+def _number(value: float) -> Tensor:
+    """On the CPU, where a kernel takes it without waiting for the device. Nobody writes to it."""
+    return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 def _memory(memory: str | int) -> int:

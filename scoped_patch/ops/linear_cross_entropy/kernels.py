@@ -53,37 +53,49 @@ def activate(product, scale, pre, bias, HAS_BIAS: tl.constexpr, SOFTCAP: tl.cons
 
 
 @triton.jit
-def compact_rows(
-    LABELS, POSITION, TEMPERATURE, INDEX, LOCAL, SCALE, OUT_0, OUT_1, OUT_2, OUT_3, OUT_4, LABEL_LOGIT,
-    n, vocab_start, numerator, ignore_index, temperature_stride,
-    BLOCK: tl.constexpr, PER_ROW: tl.constexpr, ENTROPY: tl.constexpr, SUM_SQ: tl.constexpr, FINAL: tl.constexpr,
+def scan_rows(
+    LABELS, TEMPERATURE, G_0, G_1, G_2, G_3, INDEX, COUNT, LOCAL, SCALE,
+    n, ignore_index, vocab_start, numerator, temperature_stride,
+    stride_0, stride_1, stride_2, row_stride_3, stride_3, ids_per_row,
+    BLOCK: tl.constexpr, FORWARD: tl.constexpr, PER_ROW: tl.constexpr, HAS_0: tl.constexpr, HAS_1: tl.constexpr,
+    HAS_2: tl.constexpr, HAS_3: tl.constexpr,
 ):  # fmt: skip
-    """Bring the rows that are not ignored to the front, the others to the end: their numbers, labels (among this process's
-    vocabulary rows) and scales. POSITION counts the ones up to each row. The outputs start as an ignored row's.
+    """Number the rows that count, in order, from the front of INDEX, and the others from its end; COUNT is how many count.
+
+    FORWARD: a row counts whose label is not ignored; its label (among this process's vocabulary rows) and scale go to the
+    same place of LOCAL and SCALE. Else a gradient G of one of its outputs must also not be 0. One program does it all.
     """
-    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = r < n
-    y = tl.load(LABELS + r, mask=inside, other=0)
-    before = tl.load(POSITION + r, mask=inside, other=1)
-    to = tl.where(y != ignore_index, before - 1, tl.load(POSITION + n - 1) + r - before)
-    scale = tl.zeros((BLOCK,), tl.float32) + numerator
-    if PER_ROW:
-        scale = (numerator / tl.load(TEMPERATURE + r * temperature_stride, mask=inside, other=1.0)).to(tl.float32)
-    tl.store(INDEX + to, r.to(tl.int64), mask=inside)
-    tl.store(LOCAL + to, y - vocab_start, mask=inside)
-    tl.store(SCALE + to, scale, mask=inside)
-    zero = tl.zeros((BLOCK,), tl.float32)
-    tl.store(LABEL_LOGIT + r, zero, mask=inside)
-    tl.store(OUT_0 + r, zero, mask=inside)
-    tl.store(OUT_1 + r, zero, mask=inside)
-    if ENTROPY:
-        tl.store(OUT_2 + r, zero, mask=inside)
-    if SUM_SQ:
-        tl.store(OUT_3 + r, zero, mask=inside)
-    if FINAL:
-        tl.store(OUT_4 + r, zero.to(tl.int8), mask=inside)
-    else:  # a sum, of which the logarithm is taken
-        tl.store(OUT_4 + r, zero + 1.0, mask=inside)
+    found = 0
+    for start in range(0, n, BLOCK):
+        r = (start + tl.arange(0, BLOCK)).to(tl.int64)
+        inside = r < n
+        y = tl.load(LABELS + r, mask=inside, other=0)
+        keep = (inside & (y != ignore_index)).to(tl.int32)
+        if not FORWARD:
+            some = tl.zeros((BLOCK,), tl.int32)
+            if HAS_0:
+                some |= (tl.load(G_0 + r * stride_0, mask=inside, other=0.0) != 0).to(tl.int32)
+            if HAS_1:
+                some |= (tl.load(G_1 + r * stride_1, mask=inside, other=0.0) != 0).to(tl.int32)
+            if HAS_2:
+                some |= (tl.load(G_2 + r * stride_2, mask=inside, other=0.0) != 0).to(tl.int32)
+            if HAS_3:
+                for k in range(0, ids_per_row):
+                    g = tl.load(G_3 + r * row_stride_3 + k * stride_3, mask=inside, other=0.0)
+                    some |= (g != 0).to(tl.int32)
+            keep = keep & some
+        upto = found + tl.cumsum(keep, 0)
+        to = tl.where(keep != 0, upto - 1, n - 1 - (r - upto))
+        tl.store(INDEX + to, r, mask=inside)
+        if FORWARD:
+            tl.store(LOCAL + to, y - vocab_start, mask=inside)
+            scale = tl.zeros((BLOCK,), tl.float32) + numerator
+            if PER_ROW:
+                t = tl.load(TEMPERATURE + r * temperature_stride, mask=inside, other=1.0)
+                scale = (numerator / t).to(tl.float32)
+            tl.store(SCALE + to, scale, mask=inside)
+        found += tl.sum(keep, 0)
+    tl.store(COUNT, found.to(tl.int64))
 
 
 @triton.jit
@@ -198,10 +210,10 @@ def block_stats(
 @triton.jit
 def combine_parts(
     TOP, TOTAL, CENTRED, SQUARES, LABEL_LOGIT, LABELS, INDEX, COUNT, OUT_0, OUT_1, OUT_2, OUT_3, OUT_4,
-    row0, rows, parts, partial_stride, label_low, label_high,
+    row0, rows, parts, partial_stride, vocab, label_low, label_high,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, ENTROPY: tl.constexpr, SUM_SQ: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of each row and put the result where the row belongs. FINAL: (log_prob, lse, entropy, sum of squares, is
+    """Merge the parts of each row and put the result where the row belongs; zeros for rows from COUNT on. FINAL: (log_prob, lse, entropy, sum of squares, is
     top 1); else the running sums in natural units, for a merge over processes: (label logit, top, centred, squares, total).
     """
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -230,28 +242,30 @@ def combine_parts(
             squares = decay * decay * squares + tl.sum(part_decay * part_decay * part_squares, 0)
         total = decay * total + tl.sum(part_total * part_decay, 0)
         top = new_top
+    all_rows = r < rows
     y = tl.load(LABELS + row0 + r, mask=inside, other=0)
-    z = tl.load(LABEL_LOGIT + row0 + r, mask=inside, other=0.0)
+    z = tl.load(LABEL_LOGIT + row0 + r, mask=inside & (y >= 0) & (y < vocab), other=0.0)
     # Nothing can be raised from here: a label out of range makes its log-probability a NaN.
     z = tl.where((y < label_low) | (y >= label_high), float("nan"), z)
-    to = tl.load(INDEX + row0 + r, mask=inside, other=0)
+    to = tl.load(INDEX + row0 + r, mask=all_rows, other=0)
     if FINAL:
         log_total = tl.log2(total)
-        tl.store(OUT_0 + to, (z - top - log_total) * LN2, mask=inside)
-        tl.store(OUT_1 + to, (top + log_total) * LN2, mask=inside)
+        tl.store(OUT_0 + to, tl.where(inside, (z - top - log_total) * LN2, 0.0), mask=all_rows)
+        tl.store(OUT_1 + to, tl.where(inside, (top + log_total) * LN2, 0.0), mask=all_rows)
         if ENTROPY:
-            tl.store(OUT_2 + to, (log_total - centred / total) * LN2, mask=inside)
+            tl.store(OUT_2 + to, tl.where(inside, (log_total - centred / total) * LN2, 0.0), mask=all_rows)
         if SUM_SQ:
-            tl.store(OUT_3 + to, squares / (total * total), mask=inside)
-        tl.store(OUT_4 + to, (z >= top).to(tl.int8), mask=inside)
+            tl.store(OUT_3 + to, tl.where(inside, squares / (total * total), 0.0), mask=all_rows)
+        tl.store(OUT_4 + to, (inside & (z >= top)).to(tl.int8), mask=all_rows)
     else:
-        tl.store(OUT_0 + to, z * LN2, mask=inside)
-        tl.store(OUT_1 + to, top * LN2, mask=inside)
+        tl.store(OUT_0 + to, tl.where(inside, z * LN2, 0.0), mask=all_rows)
+        tl.store(OUT_1 + to, tl.where(inside, top * LN2, 0.0), mask=all_rows)
         if ENTROPY:
-            tl.store(OUT_2 + to, centred * LN2, mask=inside)
+            tl.store(OUT_2 + to, centred * LN2, mask=all_rows)
         if SUM_SQ:
-            tl.store(OUT_3 + to, squares, mask=inside)
-        tl.store(OUT_4 + to, total, mask=inside)
+            tl.store(OUT_3 + to, squares, mask=all_rows)
+        # A logarithm is taken of this one.
+        tl.store(OUT_4 + to, tl.where(inside, total, 1.0), mask=all_rows)
 
 
 @triton.jit

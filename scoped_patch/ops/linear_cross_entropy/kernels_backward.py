@@ -11,46 +11,23 @@ from .kernels import LN2, LOG2E, LOWEST, activate, place_tile
 
 
 @triton.jit
-def rows_that_flow(
-    LABELS, G_0, G_1, G_2, G_3, OUT, n, ignore_index, stride_0, stride_1, stride_2, row_stride_3, stride_3, ids_per_row,
-    BLOCK: tl.constexpr, HAS_0: tl.constexpr, HAS_1: tl.constexpr, HAS_2: tl.constexpr, HAS_3: tl.constexpr,
-):  # fmt: skip
-    """Whether anything flows into a row: its label counts and a gradient of one of its outputs is not 0."""
-    r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    inside = r < n
-    some = tl.zeros((BLOCK,), tl.int32)
-    if HAS_0:
-        some |= (tl.load(G_0 + r * stride_0, mask=inside, other=0.0) != 0).to(tl.int32)
-    if HAS_1:
-        some |= (tl.load(G_1 + r * stride_1, mask=inside, other=0.0) != 0).to(tl.int32)
-    if HAS_2:
-        some |= (tl.load(G_2 + r * stride_2, mask=inside, other=0.0) != 0).to(tl.int32)
-    if HAS_3:
-        for k in range(0, ids_per_row):
-            some |= (tl.load(G_3 + r * row_stride_3 + k * stride_3, mask=inside, other=0.0) != 0).to(tl.int32)
-    y = tl.load(LABELS + r, mask=inside, other=0)
-    tl.store(OUT + r, tl.where(y != ignore_index, some, 0).to(tl.int8), mask=inside)
-
-
-@triton.jit
 def prepare_rows(
     INDEX, LABELS, TEMPERATURE, LOG_PROBS, LSE, ENTROPY, SQUARES, TOPK_LOG_PROBS, TOPK_IDS, G_0, G_1, G_2, G_3,
-    LOCAL, TERMS, OUT_TOPK, OUT_IDS, n, ignore_index, vocab_start, numerator, factor, temperature_stride,
+    LOCAL, TERMS, OUT_TOPK, OUT_IDS, COUNT, n, vocab_start, numerator, factor, temperature_stride,
     stride_0, stride_1, stride_2, row_stride_3, stride_3, ids_per_row, topk_size,
-    BLOCK: tl.constexpr, GATHER: tl.constexpr, PER_ROW: tl.constexpr, HAS_0: tl.constexpr, HAS_1: tl.constexpr,
-    HAS_2: tl.constexpr, HAS_3: tl.constexpr,
+    BLOCK: tl.constexpr, PER_ROW: tl.constexpr, HAS_0: tl.constexpr, HAS_1: tl.constexpr, HAS_2: tl.constexpr,
+    HAS_3: tl.constexpr,
 ):  # fmt: skip
     """Per row that is computed, what its gradients are made from, in TERMS [7, n] and in units of log 2 where a score meets
     it: scale, lse, constant, on_log_p, on_p, label, log_prob (see `d_logits`); the same of the chosen ids in OUT_TOPK
-    [2, n, K]: gradient, log_prob. An ignored row (only there where nothing could be counted) gets zeros and p = 0.
+    [2, n, K]: gradient, log_prob. Rows from COUNT on, which are only computed where the host cannot know it (while a CUDA
+    graph is captured), get zeros and p = 0.
     """
     r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = r < n
-    source = r
-    if GATHER:
-        source = tl.load(INDEX + r, mask=inside, other=0)
+    source = tl.load(INDEX + r, mask=inside, other=0)
     y = tl.load(LABELS + source, mask=inside, other=0)
-    real = inside & (y != ignore_index)
+    real = inside & (r < tl.load(COUNT))
     scale = tl.zeros((BLOCK,), tl.float32) + numerator
     share = tl.zeros((BLOCK,), tl.float32) + factor
     if PER_ROW:

@@ -28,6 +28,8 @@ LOG2E = 1 / math.log(2)
 _TILE = (128, budgets.TILE_COLUMNS, 64, 3, 8)
 _INTERPRETED_TILE = (16, budgets.TILE_COLUMNS, 32, 2, 4)
 GROUP = 16
+# Rows that one step of the one program that numbers rows looks at.
+SCAN_BLOCK = 4096
 # Shared memory that the widest variant (the product's stages and an output tile) needs.
 _SHARED_BYTES = 214_000
 # Rows per launch of the forward: bounds the statistics of its tiles to 12 * rows * vocabulary / 256 bytes.
@@ -96,52 +98,52 @@ def options(head: Head) -> dict[str, Any]:
 class _Forward:
     """One forward: where the statistics of parts go, and where their merge goes, [total] each."""
 
-    def __init__(self, head: Head, like: Tensor, total: int, entropy: bool, sum_sq: bool) -> None:
+    def __init__(self, head: Head, inputs: Inputs, entropy: bool, sum_sq: bool) -> None:
+        like, total = inputs.hidden, inputs.labels.shape[0]
         self.head, self.total, self.entropy, self.sum_sq = head, total, entropy, sum_sq
         self.final = not head.group_name
-        none = like.new_empty(0, dtype=torch.float32)
-        self.label_logit, self.first, self.second = (like.new_empty(total, dtype=torch.float32) for _ in range(3))
-        self.third = torch.empty_like(self.first) if entropy else none
-        self.fourth = torch.empty_like(self.first) if sum_sq else none.clone()
-        self.last = torch.empty_like(self.first, dtype=torch.bool if self.final else torch.float32)
-        self.scale = torch.empty_like(self.first)
+        self.first, self.second = like.new_empty(total, dtype=torch.float32), like.new_empty(total, dtype=torch.float32)
+        self.third = like.new_empty(total if entropy else 0, dtype=torch.float32)
+        self.fourth = like.new_empty(total if sum_sq else 0, dtype=torch.float32)
+        self.last = like.new_empty(total, dtype=torch.bool if self.final else torch.float32)
         # The rows that count come first: their numbers among all rows, and their labels among this process's.
-        self.index, self.local = (like.new_empty(total, dtype=torch.int64) for _ in range(2))
-
-    @property
-    def results(self) -> tuple[Tensor, ...]:
-        last = self.last.view(torch.int8) if self.final else self.last
-        return self.first, self.second, self.third, self.fourth, last
-
-    def compact(self, inputs: Inputs, position: Tensor) -> None:
-        head = self.head
+        whole = inputs.labels.new_empty(2 * total + 1)
+        self.index, self.local, self.count = whole[:total], whole[total:-1], whole[-1:]
+        real = like.new_empty(2 * total, dtype=torch.float32)
+        self.label_logit, self.scale = real[:total], real[total:]
         host, temperature, stride = scalar(inputs.temperature)
-        k.compact_rows[(-(-self.total // 1024),)](
-            inputs.labels, position, temperature, self.index, self.local, self.scale, *self.results, self.label_logit,
-            self.total, head.vocab_start, scales(head)[0] / host, head.ignore_index, stride,
-            BLOCK=1024, PER_ROW=temperature is not None, ENTROPY=self.entropy, SUM_SQ=self.sum_sq, FINAL=self.final,
-        )  # fmt: skip
+        if total:
+            k.scan_rows[(1,)](
+                inputs.labels, temperature, None, None, None, None, self.index, self.count, self.local, self.scale,
+                total, head.ignore_index, head.vocab_start, scales(head)[0] / host, stride, 0, 0, 0, 0, 0, 0,
+                BLOCK=SCAN_BLOCK, FORWARD=True, PER_ROW=temperature is not None, HAS_0=False, HAS_1=False, HAS_2=False,
+                HAS_3=False, num_warps=8,
+            )  # fmt: skip
 
     def allocate(self, parts: int, rows: int, tops: Tensor | None = None) -> None:
         """Room for `parts` column parts of `rows` rows; the maxima go to `tops` [parts, rows] where given."""
         store = self.first.new_empty((1 + self.entropy + self.sum_sq, parts, rows))
         top = self.first.new_empty((parts, rows)) if tops is None else tops
         self.parts = (top, store[0], store[1] if self.entropy else top, store[-1] if self.sum_sq else top)
-        self.count, self.stride = parts, rows
+        self.part_count, self.stride = parts, rows
 
-    def combine(self, count: Tensor, row0: int, rows: int) -> None:
+    def combine(self, row0: int, rows: int) -> None:
         head = self.head
+        last = self.last.view(torch.int8) if self.final else self.last
         k.combine_parts[(-(-rows // 32),)](
-            *self.parts, self.label_logit, self.local, self.index, count, *self.results,
-            row0, rows, self.count, self.stride, -head.vocab_start, head.vocab_size - head.vocab_start,
+            *self.parts, self.label_logit, self.local, self.index, self.count,
+            self.first, self.second, self.third, self.fourth, last,
+            row0, rows, self.part_count, self.stride, head.weight.shape[0], -head.vocab_start, head.vocab_size - head.vocab_start,
             BLOCK=32, PARTS=16, ENTROPY=self.entropy, SUM_SQ=self.sum_sq, FINAL=self.final, num_warps=4,
         )  # fmt: skip
 
-    def outputs(self, rows: Rows, real: Tensor, topk_logits: Tensor | None, kept: Tensor, kept_tops: Tensor) -> Outputs:
-        if self.final:
+    def outputs(self, inputs: Inputs, topk_logits: Tensor | None, kept: Tensor, kept_tops: Tensor) -> Outputs:
+        if self.final and topk_logits is None:
             chosen = self.first.new_empty(0)
-            if topk_logits is not None:
-                chosen = torch.where(real[:, None], topk_logits - self.second[:, None], 0)
+            return Outputs(self.first, self.third, self.fourth, self.last, chosen, self.second, kept, kept_tops)
+        real = inputs.labels != self.head.ignore_index
+        if self.final and topk_logits is not None:
+            chosen = torch.where(real[:, None], topk_logits - self.second[:, None], 0)
             return Outputs(self.first, self.third, self.fourth, self.last, chosen, self.second, kept, kept_tops)
         stats = merge(
             self.head,
@@ -152,28 +154,24 @@ class _Forward:
             self.first,
             topk_logits,
         )
+        rows = Rows(inputs.hidden, None, inputs.labels, inputs.temperature, self.total)
         return stats.outputs(rows, real, kept, kept_tops)
 
 
 def run_forward(inputs: Inputs, settings: Settings, entropy: bool, sum_sq: bool, kept: Tensor, kept_tops: Tensor) -> Outputs:
     """The outputs. A `kept` that is not empty is filled where the fused route runs."""
     head, total = settings.head(inputs), inputs.labels.shape[0]
-    inputs = inputs._replace(hidden=inputs.hidden.to(head.compute_dtype))
-    state = _Forward(head, inputs.hidden, total, entropy, sum_sq)
-    real = inputs.labels != head.ignore_index
-    if total:
-        position = real.cumsum(0)
-        state.compact(inputs, position)
-        if fused_route(head):
-            _fused(state, inputs.hidden, position[-1:], kept, kept_tops)
-        else:
-            _in_blocks(state, inputs, real, settings.memory)
+    inputs = inputs._replace(hidden=inputs.hidden.to(head.compute_dtype), labels=inputs.labels.contiguous())
+    state = _Forward(head, inputs, entropy, sum_sq)
+    if total and fused_route(head):
+        _fused(state, inputs.hidden, kept, kept_tops)
+    elif total:
+        _in_blocks(state, inputs, settings.memory)
     topk = _chosen_logits(head, inputs) if inputs.topk_ids is not None else None
-    rows = Rows(inputs.hidden, None, inputs.labels, inputs.temperature, total)
-    return state.outputs(rows, real, topk, kept, kept_tops)
+    return state.outputs(inputs, topk, kept, kept_tops)
 
 
-def _fused(state: _Forward, hidden: Tensor, count: Tensor, kept: Tensor, kept_tops: Tensor) -> None:
+def _fused(state: _Forward, hidden: Tensor, kept: Tensor, kept_tops: Tensor) -> None:
     """Without waiting for the device: how many rows count is known only there, and the kernels read it there."""
     head = state.head
     total, size = hidden.shape
@@ -192,31 +190,29 @@ def _fused(state: _Forward, hidden: Tensor, count: Tensor, kept: Tensor, kept_to
         n = min(launch, total - row0)
         grid = min(programs(hidden), -(-n // rows) * tiles)
         k.forward_tiles[(grid,)](
-            x, weight, target, state.local, state.scale, head.bias, count, *state.parts, state.label_logit,
+            x, weight, target, state.local, state.scale, head.bias, state.count, *state.parts, state.label_logit,
             row0, n, state.stride, vocab, size, scales(head)[1],
             ROWS=rows, COLUMNS=columns, INNER=inner, GROUP=GROUP, PROGRAMS=grid, SIMPLE=simple, ENTROPY=state.entropy,
             SUM_SQ=state.sum_sq, KEEP=keep, FLATTEN=True, num_stages=stages, num_warps=warps, **options(head),
         )  # fmt: skip
-        state.combine(count, row0, n)
+        state.combine(row0, n)
 
 
-def _in_blocks(state: _Forward, inputs: Inputs, real: Tensor, memory: int) -> None:
+def _in_blocks(state: _Forward, inputs: Inputs, memory: int) -> None:
     head = state.head
-    rows = select(head, inputs, real)
+    rows = select(head, inputs, inputs.labels != head.ignore_index)
     n = rows.hidden.shape[0]
-    if n == 0:
-        return
     blocks = ProductBlocks(head, rows, memory)
     splits = 1 if k.INTERPRETED else 4
-    state.allocate(len(blocks) * splits, n)
-    for number, (low, high) in enumerate(blocks):
+    state.allocate(len(blocks) * splits, state.total)
+    for number, (low, high) in enumerate(blocks if n else ()):
         product = blocks.product(low, high)
         k.block_stats[(n, splits)](
             product, state.local, state.scale, head.bias, *state.parts, state.label_logit, high - low,
             product.stride(0), -(-(high - low) // splits), number * splits, state.stride, low, scales(head)[1],
             BLOCK=256 if k.INTERPRETED else 2048, ENTROPY=state.entropy, SUM_SQ=state.sum_sq, **options(head),
         )  # fmt: skip
-    state.combine(torch.full((1,), n, dtype=torch.int64, device=real.device), 0, n)
+    state.combine(0, state.total)
 
 
 class ProductBlocks:

@@ -7,12 +7,13 @@ from torch import Tensor
 
 from . import kernels_backward as k
 from . import memory as budgets
-from .kernels import INTERPRETED
-from .problem import Head, Inputs, Rows, Settings, capturing, counted
+from .kernels import INTERPRETED, scan_rows
+from .problem import Head, Inputs, Rows, Settings, capturing
 from .products import multiply
 from .stats import Gradients, Outputs, Upstream
 from .triton_backend import (
     GROUP,
+    SCAN_BLOCK,
     ProductBlocks,
     descriptor,
     fused_route,
@@ -26,41 +27,51 @@ from .triton_backend import (
 _ROW_BLOCK = 256
 
 
-class _Upstream:
-    """The upstream gradients as the kernels take them: pointers, strides, and which there are."""
-
-    def __init__(self, upstream: Upstream) -> None:
-        self.given = [g is not None for g in upstream]
-        self.flags = {f"HAS_{i}": given for i, given in enumerate(self.given)}
-        topk = upstream.topk_log_probs
-        self.pointers = tuple(upstream)
-        rows = [g.stride(0) if g is not None else 0 for g in upstream]
-        self.strides = (*rows, topk.stride(1) if topk is not None else 0, topk.shape[1] if topk is not None else 0)
-
-
 class _Terms:
-    """Per-row inputs of the gradient kernels; see `kernels_backward.prepare_rows`."""
+    """Per-row inputs of the gradient kernels, in the order of `index`; see `kernels_backward.prepare_rows`.
 
-    def __init__(self, head: Head, inputs: Inputs, forward: Outputs, upstream: _Upstream, index: Tensor | None, n: int) -> None:
-        self.n, self.head = n, head
-        self.local = inputs.labels.new_empty(n)
-        terms = inputs.hidden.new_empty((7, n), dtype=torch.float32)
+    Everything up to here is left to the device, so that it is done by the time the host has read `count`.
+    """
+
+    def __init__(self, head: Head, inputs: Inputs, forward: Outputs, upstream: Upstream) -> None:
+        total = inputs.labels.shape[0]
+        self.head = head
+        flags = {f"HAS_{i}": g is not None for i, g in enumerate(upstream)}
+        strides = [g.stride(0) if g is not None else 0 for g in upstream]
+        topk = upstream.topk_log_probs
+        self.ids_per_row = topk.shape[1] if topk is not None else 0
+        strides += [topk.stride(1) if topk is not None else 0, self.ids_per_row]
+        whole = inputs.labels.new_empty((2 + self.ids_per_row) * total + 1)
+        self.index, self.local, self.count = whole[:total], whole[total : 2 * total], whole[-1:]
+        self.ids = whole[2 * total : -1].view(total, self.ids_per_row)
+        terms = inputs.hidden.new_empty((7, total), dtype=torch.float32)
         self.scale, self.lse, self.constant, self.on_log_p, self.on_p, self.label, self.log_prob = terms.unbind(0)
-        log_probs, entropy, squares, self.has_topk = upstream.given
-        self.has_label = log_probs
-        self.flags = {"PER_LOG_P": entropy, "PER_P": squares}
-        self.ids_per_row = upstream.strides[-1]
-        self.ids = inputs.labels.new_empty((n, self.ids_per_row))
-        self.topk = terms.new_empty((2, n, self.ids_per_row))
+        self.topk = terms.new_empty((2, total, self.ids_per_row)) if topk is not None else terms
+        self.has_label, self.has_topk = flags["HAS_0"], flags["HAS_3"]
+        self.flags = {"PER_LOG_P": flags["HAS_1"], "PER_P": flags["HAS_2"]}
         host, temperature, stride = scalar(inputs.temperature)
-        topk_ids = inputs.topk_ids.contiguous() if inputs.topk_ids is not None and self.has_topk else None
-        k.prepare_rows[(-(-n // _ROW_BLOCK),)](
-            index, inputs.labels, temperature, forward.log_probs, forward.lse, forward.entropy, forward.sum_sq_probs,
-            forward.topk_log_probs, topk_ids, *upstream.pointers, self.local, terms, self.topk, self.ids,
-            n, head.ignore_index, head.vocab_start, scales(head)[0] / host, head.logit_scale / host, stride,
-            *upstream.strides, n * self.ids_per_row, BLOCK=_ROW_BLOCK, GATHER=index is not None, PER_ROW=temperature is not None,
-            **upstream.flags,
+        scan_rows[(1,)](
+            inputs.labels, None, *upstream, self.index, self.count, None, None, total, head.ignore_index, 0, 1.0, 0,
+            *strides, BLOCK=SCAN_BLOCK, FORWARD=False, PER_ROW=False, **flags, num_warps=8,
         )  # fmt: skip
+        topk_ids = inputs.topk_ids.contiguous() if inputs.topk_ids is not None and self.has_topk else None
+        k.prepare_rows[(-(-total // _ROW_BLOCK),)](
+            self.index, inputs.labels, temperature, forward.log_probs, forward.lse, forward.entropy,
+            forward.sum_sq_probs, forward.topk_log_probs, topk_ids, *upstream, self.local, terms, self.topk, self.ids,
+            self.count, total, head.vocab_start, scales(head)[0] / host, head.logit_scale / host, stride, *strides,
+            total * self.ids_per_row, BLOCK=_ROW_BLOCK, PER_ROW=temperature is not None, **flags,
+        )  # fmt: skip
+        self.n = total
+
+    def read_count(self) -> Tensor | None:
+        """Wait for the device: where the rows are that something flows into, None where that is all of them.
+
+        While a CUDA graph is captured nothing can be read: then it is all rows, those that count first.
+        """
+        if capturing(self.count):
+            return self.index
+        self.n = int(self.count)
+        return self.index[: self.n] if self.n < self.index.shape[0] else None
 
     @property
     def pointers(self) -> tuple[Tensor, ...]:
@@ -76,7 +87,7 @@ class _Terms:
             )  # fmt: skip
         if self.has_topk:
             k.add_chosen[grid](
-                d, self.ids, self.topk, self.scale, self.lse, self.n, self.ids_per_row, self.n * self.ids_per_row,
+                d, self.ids, self.topk, self.scale, self.lse, self.n, self.ids_per_row, self.topk.shape[1] * self.ids_per_row,
                 low, high, d.stride(0),
                 BLOCK=_ROW_BLOCK, SOFTCAP=softcap,
             )  # fmt: skip
@@ -88,41 +99,27 @@ def run_backward(
     """Gradients of the inputs, from the rows that something flows into; each block of the weight's is written once."""
     head, total = settings.head(inputs), inputs.labels.shape[0]
     inputs = inputs._replace(labels=inputs.labels.contiguous())
-    given = _Upstream(upstream)
-    index = _flowing(head, inputs, given)
-    n = total if index is None else index.shape[0]
+    index, n, extra = None, total, inputs.extra_hidden
+    if total:
+        terms = _Terms(head, inputs, forward, upstream)
+        index = terms.read_count()
+        n = terms.n
     hidden = inputs.hidden if index is None else inputs.hidden.index_select(0, index)
-    extra = inputs.extra_hidden
     if extra is not None:
         extra = (extra if index is None else extra.index_select(0, index)).to(head.compute_dtype)
     rows = Rows(hidden.to(head.compute_dtype), extra, inputs.labels, inputs.temperature, total, index)
     out = Gradients.room(head, rows, torch.float32, needs)
     if n == 0:
         out.zero()
-        return out.finish(head, rows, inputs)
-    terms = _Terms(head, inputs, forward, given, index, n)
-    if fused_route(head):
+    elif fused_route(head):
         kept_rows = None
-        if forward.kept.shape[0] and (index is not None or capturing(forward.kept)):
+        if forward.kept.shape[0] and index is not None:
             # The forward brought the rows that count to the front.
-            kept_rows = ((inputs.labels != head.ignore_index).cumsum(0) - 1).clamp(min=0)
-            kept_rows = kept_rows if index is None else kept_rows.index_select(0, index)
+            kept_rows = (inputs.labels != head.ignore_index).cumsum(0).clamp(min=1).index_select(0, index) - 1
         _fused(head, rows, terms, forward, kept_rows, settings.memory, out)
     else:
         _in_blocks(head, rows, terms, settings.memory, out)
     return out.finish(head, rows, inputs)
-
-
-def _flowing(head: Head, inputs: Inputs, upstream: _Upstream) -> Tensor | None:
-    total = inputs.labels.shape[0]
-    if total == 0 or capturing(inputs.labels):
-        return None
-    flows = torch.empty_like(inputs.labels, dtype=torch.bool)
-    k.rows_that_flow[(-(-total // 1024),)](
-        inputs.labels, *upstream.pointers, flows.view(torch.int8), total, head.ignore_index, *upstream.strides,
-        BLOCK=1024, **upstream.flags,
-    )  # fmt: skip
-    return counted(flows)
 
 
 def _fused(
