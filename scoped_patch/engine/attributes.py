@@ -7,7 +7,7 @@ import types
 import weakref
 from collections import ChainMap
 from collections.abc import Callable, Hashable, MutableMapping
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import wrapt
 
@@ -60,7 +60,7 @@ def attribute_slot(owner: Any, name: str, label: str = "") -> Slot:
         raise BadTargetError(f"an attribute name must be an identifier, got {name!r} for {describe_owner(owner)}")
     owner = _behind_proxy(owner, name)
     label = label or f"{describe_owner(owner)}.{name}"
-    if issubclass(type(owner), type):  # what it is, not what its __class__ says
+    if is_class(owner):
         return _class_slot(owner, name, label)
     for finder in _storage_finders:
         mapping = finder(owner, name)
@@ -99,8 +99,13 @@ def item_slot(mapping: MutableMapping[Any, Any], key: Hashable, label: str = "")
     return ItemSlot(exact, key, label or f"{type(mapping).__name__}[{key!r}]", mapping)
 
 
+def is_class(thing: Any) -> TypeGuard[type]:
+    """Is it really a class, whatever its `__class__` says?"""
+    return issubclass(type(thing), type)
+
+
 def describe_owner(owner: Any) -> str:
-    if isinstance(owner, type):
+    if is_class(owner):
         return f"{owner.__module__}.{owner.__qualname__}"
     if isinstance(owner, types.ModuleType):
         return owner.__name__

@@ -8,6 +8,7 @@ import types
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .attributes import is_class
 from .slots import MISSING
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ def _remarks(plan: Plan) -> list[str]:
 def describe_target(target: Any) -> str:
     if target is None:
         return "no model"
-    if isinstance(target, type):
+    if is_class(target):
         return f"class {target.__qualname__}"
     if isinstance(target, types.ModuleType):
         return f"module {target.__name__}"
