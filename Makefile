@@ -49,7 +49,9 @@ format: venv
 	$(BIN)/ruff format .
 
 bench: venv
-	@for benchmark in tests/benchmarks/bench_*.py; do $(BIN)/python $$benchmark || exit 1; done
+	@status=0; for benchmark in tests/benchmarks/bench_*.py; do \
+	  echo "== $$benchmark"; $(BIN)/python $$benchmark || status=1; \
+	done; exit $$status
 
 clean:
 	rm -rf $(VENV) build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
