@@ -13,6 +13,7 @@ from scoped_patch.ops.linear_cross_entropy import (
     SecondOrderGradientError,
     linear_cross_entropy,
     linear_cross_entropy_loss,
+    topk_kl_divergence,
 )
 
 NAMES = ("log_probs", "entropy", "sum_sq_probs")
@@ -365,3 +366,27 @@ def test_deterministic_mode_is_honoured():
         torch.use_deterministic_algorithms(False)
     assert torch.equal(runs[0][0], runs[1][0])
     assert torch.equal(runs[0][1], runs[1][1])
+
+
+def test_divergence_from_a_teacher_s_top_logits():
+    x, y = problem(n=12, v=40, ignored=2)
+    teacher = torch.log_softmax(2 * torch.randn(12, 40, dtype=torch.float64), -1)
+    some, ids = teacher.topk(5)
+    student = torch.log_softmax(x["h"] @ x["w"].t(), -1)
+    out = call(x, y, outputs=(), topk_ids=ids)
+    assert out.log_probs is None
+    picked = student.gather(1, ids)
+    wanted = (some.exp() * (some - picked)).sum(-1)
+    real = y != -100
+    torch.testing.assert_close(topk_kl_divergence(some, out.topk_log_probs, rest=False)[real], wanted[real])
+    left, student_left = 1 - some.exp().sum(-1), 1 - picked.exp().sum(-1)
+    wanted = wanted + left * (left / student_left).log()
+    got = topk_kl_divergence(some, out.topk_log_probs)
+    torch.testing.assert_close(got[real], wanted[real])
+    assert (got[real] >= 0).all()
+    grads = torch.autograd.grad(got[real].sum(), (x["h"], x["w"]))
+    torch.testing.assert_close(grads, torch.autograd.grad(wanted[real].sum(), (x["h"], x["w"])))
+    whole, every = teacher, torch.arange(40).expand(12, 40).contiguous()
+    out = call(x, y, outputs=(), topk_ids=every)
+    wanted = (whole.exp() * (whole - student)).sum(-1)
+    torch.testing.assert_close(topk_kl_divergence(whole, out.topk_log_probs, rest=False)[real], wanted[real])

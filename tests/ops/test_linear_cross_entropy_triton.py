@@ -12,6 +12,8 @@ import torch
 from scoped_patch.engine.errors import UnsupportedError
 from scoped_patch.ops.linear_cross_entropy import linear_cross_entropy
 from tests.ops.test_linear_cross_entropy import NAMES, call, compare, problem, reference, rel
+from tests.ops.test_linear_cross_entropy_parallel import vocab_parallel
+from tests.support.ranks import spawn
 
 pytest.importorskip("triton", reason="the Triton backend needs triton")
 
@@ -207,6 +209,31 @@ def test_float64_and_the_wrong_device_are_refused(monkeypatch, kernels):
         with pytest.raises(UnsupportedError, match="needs a GPU"):
             call(x, y, backend="triton")
         assert call(x, y, backend="auto").log_probs is not None
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the ranks of this test are gloo processes without a GPU")
+@pytest.mark.parametrize("extra", [False, True], ids=["fused", "two terms"])
+def test_vocab_parallel_equals_one_process(extra):
+    for error, same_top1 in spawn(2, vocab_parallel, "triton", torch.float32, extra):
+        assert error < 3e-5
+        assert same_top1
+
+
+@pytest.mark.parametrize("memory", ["low", 1 << 20], ids=["recomputed", "kept"])
+def test_torch_compile_takes_it_in_one_graph(memory):
+    def step(h, w, y, temperature):
+        out = linear_cross_entropy(h * 2, w, y, temperature=temperature, backend="triton", memory=memory)
+        return out.log_probs, out.entropy
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for n in (19, 23):
+        x, y = problem(n=n, v=300, dtype=HALF, ignored=4)
+        arguments = x["h"], x["w"], y, torch.rand(n) + 0.5
+        got, want = compiled(*arguments), step(*arguments)
+        torch.testing.assert_close(got, want)
+        ups = (torch.randn(n), torch.randn(n))
+        grads = [torch.autograd.grad(outs, (x["h"], x["w"]), ups) for outs in (got, want)]
+        torch.testing.assert_close(*grads)
 
 
 @pytest.mark.gpu

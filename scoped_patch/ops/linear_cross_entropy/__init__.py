@@ -2,7 +2,7 @@
 
 from .api import OUTPUT_NAMES, LinearCrossEntropyOutput, linear_cross_entropy
 from .errors import LabelOutOfRangeError, SecondOrderGradientError
-from .loss import linear_cross_entropy_loss
+from .loss import linear_cross_entropy_loss, topk_kl_divergence
 
 __all__ = [
     "OUTPUT_NAMES",
@@ -11,4 +11,5 @@ __all__ = [
     "SecondOrderGradientError",
     "linear_cross_entropy",
     "linear_cross_entropy_loss",
+    "topk_kl_divergence",
 ]

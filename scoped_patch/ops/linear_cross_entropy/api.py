@@ -14,6 +14,8 @@ from . import memory as budgets
 from .backends import choose
 from .operator import apply
 from .problem import Inputs, Settings
+from .vocab_parallel import is_dtensor, local_rows, local_weight, to_local
+from .vocab_parallel import layout as find_layout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -70,9 +72,10 @@ def linear_cross_entropy(
         z      = softcap * tanh(z / softcap)
         logits = z / temperature
 
-    At most one block of the logits is alive at a time, forward and backward. Logits and statistics are fp32 whatever the inputs'
-    dtype (fp64 for fp64), and gradients are summed in fp32. Inputs without `requires_grad` cost nothing in the backward; neither do rows
-    whose label is `ignore_index` (forward and backward) or whose upstream gradient is exactly 0 (backward).
+    At most one block of the logits is alive at a time, forward and backward, unless `memory` lets them be kept. Logits
+    and statistics are fp32 whatever the inputs' dtype (fp64 for fp64), and gradients are summed in fp32. Inputs without
+    `requires_grad` cost nothing in the backward; neither do rows whose label is `ignore_index` (forward and backward) or
+    whose upstream gradient is exactly 0 (backward: on CUDA it waits once for the device, to learn how many there are).
 
     Args:
         hidden_states: [..., H], fp16, bf16, fp32 or fp64.
@@ -84,12 +87,17 @@ def linear_cross_entropy(
         ignore_index: rows with this label give 0 in every output.
         softcap: bound of the logits, as in Gemma 2.
         logit_scale: factor on the logits, as in Cohere; 1 / logits_scaling for Granite.
-        extra_hidden_states: [..., R], input of a second linear term, as a LoRA adapter on the head has; scale it by the adapter's scaling.
+        extra_hidden_states: [..., R], input of a second linear term, as a LoRA adapter on the head has; multiply it by
+            the adapter's scaling.
         extra_weight: [V, R].
-        topk_ids: [..., K] int64, further vocabulary rows whose log-probability is wanted (the support of a teacher's distribution).
-        process_group: the vocabulary's rows are spread over this group in rank order: `weight`, `bias` and `extra_weight` hold this rank's.
-            The other arguments, and the upstream gradients, are the same on every rank; so are the results.
-        memory: bytes for a block of logits, or "auto" or "low" for the device's default or the least.
+        topk_ids: [..., K] int64, further vocabulary rows whose log-probability is wanted: the support of a teacher's
+            distribution, for `topk_kl_divergence`.
+        process_group: the vocabulary's rows are spread over this group in rank order: `weight`, `bias` and
+            `extra_weight` hold this rank's, or are DTensors sharded on dimension 0 over it. The other arguments, and the
+            upstream gradients, are the same on every rank; so are the results. Not under torch.compile.
+        memory: bytes of logits that may be alive. Where all of them fit (as float16), the triton backend keeps them for
+            the backward, which saves one of four matrix products. "auto": a block of 512 MiB on a GPU, or all logits
+            where they take at most a quarter of the memory that is free; "low": what costs the least memory.
         backend: "auto" takes triton on CUDA where it is installed, else torch.
         outputs: what to compute, out of `OUTPUT_NAMES`. What is not asked for costs nothing.
         entropy_grad: False makes the entropy a metric without gradient.
@@ -98,11 +106,18 @@ def linear_cross_entropy(
         LinearCrossEntropyOutput: its fields have the labels' shape.
 
     Raises:
-        LabelOutOfRangeError: (a ValueError and IndexError) a label is outside [0, V) and not `ignore_index`. On CUDA it is found at the one
-            device read the forward makes to count the rows; while a CUDA graph is captured there is no check.
+        LabelOutOfRangeError: (a ValueError and IndexError) a label is outside [0, V) and not `ignore_index`. The triton
+            backend does not wait for the device to find that out: its log-probability is NaN there.
         ValueError, TypeError: a bad argument; fp8 weights; a temperature tensor below fp32.
-        SecondOrderGradientError: in a backward of a backward.
+        UnsupportedError: (a NotImplementedError) triton was asked for where it cannot run; a DTensor weight that cannot
+            be told to be tensor-parallel.
+        SecondOrderGradientError: (a NotImplementedError) in a backward of a backward.
     """
+    layout = None
+    if is_dtensor(weight):
+        weight, layout = local_weight(weight, hidden_states, process_group)  # type: ignore[arg-type]
+        bias, extra_weight = local_rows(bias), local_rows(extra_weight)
+    hidden_states, labels = to_local(hidden_states, "hidden_states"), to_local(labels, "labels")
     dtype = _check(hidden_states, weight, labels, bias, extra_hidden_states, extra_weight, topk_ids)
     wanted = tuple(outputs)
     unknown = [name for name in wanted if name not in OUTPUT_NAMES]
@@ -113,7 +128,9 @@ def linear_cross_entropy(
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f'backend: got {backend!r}, wanted "auto", "torch" or "triton"')
     shape = labels.shape
-    group_name, vocab_start, vocab_size = _vocabulary(weight, process_group)
+    if layout is None:
+        layout = find_layout(process_group, weight) if process_group is not None else ("", 0, weight.shape[0])
+    group_name, vocab_start, vocab_size = layout
     inputs = Inputs(
         hidden=hidden_states.reshape(-1, hidden_states.shape[-1]),
         weight=weight,
@@ -220,8 +237,9 @@ def _temperature(temperature: float | Tensor, labels: Tensor, hidden: Tensor) ->
         return torch.ones((), dtype=torch.float64, device=hidden.device) * temperature
     if temperature.dtype not in (torch.float32, torch.float64):
         raise TypeError(
-            f"temperature: got a {temperature.dtype} tensor, wanted float32 or float64; mixed precision (FSDP's cast_forward_inputs, for "
-            "one) casts float tensors on their way in: hand it over as a float, or keep it from the cast"
+            f"temperature: got a {temperature.dtype} tensor, wanted float32 or float64; mixed precision (FSDP's "
+            "cast_forward_inputs, for one) casts float tensors on their way in: hand it over as a float, or keep it from "
+            "the cast"
         )
     if temperature.requires_grad:
         raise ValueError("temperature: it requires a gradient, which is not computed; hand over temperature.detach()")
@@ -231,8 +249,8 @@ def _temperature(temperature: float | Tensor, labels: Tensor, hidden: Tensor) ->
     shape = (*temperature.shape, *(1,) * missing)
     if missing < 0 or any(have not in (1, want) for have, want in zip(shape, labels.shape, strict=True)):
         raise ValueError(
-            f"temperature: got shape {list(temperature.shape)}, wanted one value per token {list(labels.shape)}, per leading dimension of "
-            "that, or a scalar"
+            f"temperature: got shape {list(temperature.shape)}, wanted one value per token {list(labels.shape)}, per "
+            "leading dimension of that, or a scalar"
         )
     return temperature.view(shape).expand(labels.shape).reshape(-1)
 
@@ -260,13 +278,3 @@ def _keep(inputs: Inputs, settings: Settings) -> bool:
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
         return False
     return budgets.keeps_logits(settings.memory, inputs.labels.shape[0], inputs.weight.shape[0], inputs.hidden.device)
-
-
-def _vocabulary(weight: Tensor, process_group: ProcessGroup | None) -> tuple[str, int, int]:
-    """(group name, first vocabulary row held here, vocabulary rows in all)."""
-    rows = weight.shape[0]
-    if process_group is None:
-        return "", 0, rows
-    from .vocab_parallel import layout
-
-    return layout(process_group, rows, weight.device)

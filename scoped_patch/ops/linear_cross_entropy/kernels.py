@@ -1,9 +1,10 @@
 # mypy: ignore-errors
 # (A kernel's arguments are pointers and scalars of another language: annotations would say nothing.)
-"""Triton kernels of the fused head's forward. Scores are kept in units of log 2 inside, because exp2 is the hardware's own exponential.
+"""Triton kernels of the fused head's forward.
 
-A score is z = row_scale * f(product + bias): without a softcap f is the identity and row_scale holds logit_scale / temperature;
-with one, f(u) = tanh(pre * u), pre holds logit_scale / softcap and row_scale softcap / temperature. row_scale includes log2(e).
+Scores are kept in units of log 2 inside, because exp2 is the hardware's own exponential. A score is
+z = row_scale * f(product + bias): without a softcap f is the identity and row_scale holds logit_scale / temperature; with
+one, f(u) = tanh(pre * u), pre holds logit_scale / softcap and row_scale softcap / temperature. row_scale includes log2(e).
 """
 
 from __future__ import annotations
@@ -213,8 +214,10 @@ def combine_parts(
     row0, rows, parts, partial_stride, vocab, label_low, label_high,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, ENTROPY: tl.constexpr, SUM_SQ: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of each row and put the result where the row belongs; zeros for rows from COUNT on. FINAL: (log_prob, lse, entropy, sum of squares, is
-    top 1); else the running sums in natural units, for a merge over processes: (label logit, top, centred, squares, total).
+    """Merge the parts of each row and put the result where the row belongs; zeros for rows from COUNT on.
+
+    FINAL: (log_prob, lse, entropy, sum of squares, is top 1). Else the running sums in natural units, for a merge over
+    processes: (label logit, top, centred, squares, total).
     """
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = r < tl.minimum(tl.load(COUNT).to(tl.int32) - row0, rows)

@@ -121,9 +121,10 @@ def backward_tiles(
 
 @triton.jit
 def backward_block(
-    SOURCE, OUT, SOURCE_ROW, SOURCE_TOP, SCALE, BIAS, LSE, CONSTANT, ON_LOG_P, ON_P, columns, source_stride, out_stride, top_stride,
-    vocab0, pre, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, KEPT: tl.constexpr, GATHER: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-    PER_LOG_P: tl.constexpr, PER_P: tl.constexpr,
+    SOURCE, OUT, SOURCE_ROW, SOURCE_TOP, SCALE, BIAS, LSE, CONSTANT, ON_LOG_P, ON_P,
+    columns, source_stride, out_stride, top_stride, vocab0, pre,
+    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, KEPT: tl.constexpr, GATHER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr, PER_LOG_P: tl.constexpr, PER_P: tl.constexpr,
 ):  # fmt: skip
     """The same from a block in memory: of products, or (KEPT) of the scores that the forward kept. OUT may be SOURCE."""
     r = tl.program_id(0).to(tl.int64)

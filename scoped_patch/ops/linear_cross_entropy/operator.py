@@ -7,6 +7,7 @@ are called from an `autograd.Function`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -174,5 +175,5 @@ def _plain(inputs: Inputs) -> bool:
 
 def apply(inputs: Inputs, settings: Settings, entropy: bool, sum_sq: bool, keep: bool) -> Outputs:
     """The outputs, in the graph of autograd."""
-    call = _Function.apply if _plain(inputs) else forward_op
+    call: Callable[..., Any] = _Function.apply if _plain(inputs) else forward_op
     return Outputs(*call(*inputs, *settings, entropy, sum_sq, keep))

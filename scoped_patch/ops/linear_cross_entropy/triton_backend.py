@@ -133,7 +133,8 @@ class _Forward:
         k.combine_parts[(-(-rows // 32),)](
             *self.parts, self.label_logit, self.local, self.index, self.count,
             self.first, self.second, self.third, self.fourth, last,
-            row0, rows, self.part_count, self.stride, head.weight.shape[0], -head.vocab_start, head.vocab_size - head.vocab_start,
+            row0, rows, self.part_count, self.stride, head.weight.shape[0], -head.vocab_start,
+            head.vocab_size - head.vocab_start,
             BLOCK=32, PARTS=16, ENTROPY=self.entropy, SUM_SQ=self.sum_sq, FINAL=self.final, num_warps=4,
         )  # fmt: skip
 
