@@ -232,6 +232,9 @@ def dress(tensor: torch.Tensor, template: torch.Tensor, owner: torch.nn.Module) 
     tensor.__class__ = template.__class__
     tensor.__dict__ = dict(template.__dict__)
     for key, value in tensor.__dict__.items():
+        while getattr(value, "__name__", "") == "online_process_loader":
+            # vLLM's own layerwise reload leaves its wrapper on what it recorded.
+            value = tensor.__dict__[key] = value.__wrapped__
         if isinstance(value, types.MethodType) and (
             value.__self__ is layer_ref_sentinel or isinstance(value.__self__, type(owner))
         ):

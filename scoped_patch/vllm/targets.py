@@ -70,18 +70,21 @@ class _Target(Patch):
             low, high = VERSIONS
             if not low <= (int(numbers[1]), int(numbers[2])) < high:
                 return f"{self.name}: vLLM {version} is outside {_show(low)} to {_show(high)}, which this was written for"
+        failures = []
         for path in self.candidates:
             module, _, name = path.partition(":")
             try:
                 owner = getattr(importlib.import_module(module), name, None)
-            except ImportError:
+            except ImportError as error:
+                failures.append(str(error))
                 continue
             if owner is None:
                 continue
             if not _takes_a_layer(owner):
                 return f"{self.name}: {path}.{_METHOD} of vLLM {version} does not take (self, layer)"
             return self.accept(owner, path, version)
-        return f"{self.name}: vLLM {version} has none of {', '.join(self.candidates)}"
+        why = f" ({'; '.join(dict.fromkeys(failures))})" if failures else ""
+        return f"{self.name}: vLLM {version} has none of {', '.join(self.candidates)}{why}"
 
     def accept(self, owner: type, path: str, version: str) -> _Found | str:
         return _Found(owner, path, lambda method: True, "all")

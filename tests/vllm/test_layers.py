@@ -128,6 +128,20 @@ def test_fp8_through_the_same_path(tmp_path: Path, block: bool) -> None:
     pair.check()
 
 
+def test_after_vllm_s_own_reload(engines: Any) -> None:
+    """Its wrappers stay on the loaders that vLLM recorded, and swallow what they are given."""
+    engine = engines("dense", "w4a16")
+    engine.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(engine.state[1].items())))
+    assert engine.generate() == engine.fresh[1]
+    with reload_weights(engine.llm) as update:
+        update.load(engine.state[0].items())
+    assert engine.generate() == engine.fresh[0]
+    engine.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(engine.state[1].items())))
+    assert engine.generate() == engine.fresh[1]
+    with reload_weights(engine.llm) as update:
+        update.load(engine.state[0].items())
+
+
 def test_a_loader_that_writes_without_weight_loader(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some models copy into a parameter themselves; the copy lands in the staging, not in the live model."""
     engine = engines("dense", "w4a16")

@@ -113,6 +113,33 @@ def quantize(state: State, scheme: str) -> State:
     return out
 
 
+def quantize_shapes(cfg: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Names, shapes and dtypes of a dense W4A16 state, without making it."""
+    hidden, inner, dim = cfg["hidden_size"], cfg["intermediate_size"], cfg["head_dim"]
+    heads, kv = cfg["num_attention_heads"] * dim, cfg["num_key_value_heads"] * dim
+    plain = torch.bfloat16
+    out: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"model.embed_tokens.weight": ((cfg["vocab_size"], hidden), plain)}
+    for i in range(cfg["num_hidden_layers"]):
+        at = f"model.layers.{i}."
+        out |= {at + f"{n}.weight": ((hidden,), plain) for n in ("input_layernorm", "post_attention_layernorm")}
+        out |= {at + f"self_attn.{n}.weight": ((dim,), plain) for n in ("q_norm", "k_norm")}
+        for name, rows, columns in (
+            ("self_attn.q_proj", heads, hidden),
+            ("self_attn.k_proj", kv, hidden),
+            ("self_attn.v_proj", kv, hidden),
+            ("self_attn.o_proj", hidden, heads),
+            ("mlp.gate_proj", inner, hidden),
+            ("mlp.up_proj", inner, hidden),
+            ("mlp.down_proj", hidden, inner),
+        ):
+            out[at + name + ".weight_packed"] = ((rows, columns // 2), torch.uint8)
+            out[at + name + ".weight_scale"] = ((rows, columns // 16), torch.float8_e4m3fn)
+            out[at + name + ".weight_global_scale"] = ((1,), torch.float32)
+    out["model.norm.weight"] = ((hidden,), plain)
+    out["lm_head.weight"] = ((cfg["vocab_size"], hidden), plain)
+    return out
+
+
 def dequantize(state: State) -> State:
     """The bf16 twin of a quantised state, in float32."""
     out: State = {}

@@ -22,6 +22,10 @@ import torch  # isort: skip  (after the environment is set)
 
 
 def build(path: Path) -> torch.nn.Module:
+    return build_with_config(path)[0]
+
+
+def build_with_config(path: Path) -> tuple[torch.nn.Module, Any]:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.engine.arg_utils import EngineArgs
@@ -46,7 +50,7 @@ def build(path: Path) -> torch.nn.Module:
         torch.set_default_dtype(torch.float32)
     model.load_weights(iter(checkpoints.read(path).items()))
     process_weights_after_loading(model, config.model_config, torch.device("cpu"))
-    return model
+    return model, config
 
 
 _stacks: list[contextlib.ExitStack] = []
