@@ -182,11 +182,11 @@ class Replays:
                 if frame.snapshot is snapshot and not frame.users:
                     problem = frame.take_off(self._live)  # an interrupt here leaves the frame for another try
                     self.frames.remove(frame)
-                    self._waiting.clear()  # each looks again, and says so again if it has to wait on
-                    self._idle.notify_all()
+                    self._wake()
                     if problem is not None:
                         raise problem
                 if known:
+                    self._wake()
                     return
 
     def before_change(self) -> None:
@@ -218,6 +218,10 @@ class Replays:
                 self._idle.wait()
             finally:
                 self._waiting.discard(me)
+
+    def _wake(self) -> None:
+        self._waiting.clear()  # each looks again, and says so again if it has to wait on
+        self._idle.notify_all()
 
     def forget_other_threads(self) -> None:
         """In a forked child: only the thread that forked has gone on."""
