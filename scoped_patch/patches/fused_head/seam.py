@@ -9,219 +9,29 @@ first call proves by value that the model does just that.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import threading
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..engine import LIVE, Edit, Patch, Support, attribute_slot
-from ..engine.adhoc import signature_of
-from ..engine.errors import BadOptionError, ConflictError, ScopedPatchError, SeamNotReachedError, UnsupportedError
-from ..models.head import head_problem, head_terms
-from ..models.modules import foreign_forward, forward_edit, forward_slot, is_class_forward, module_paths
-from ..models.outputs import declare_for, fused_output_class
-from ..models.packing import IGNORE_INDEX, aligned_targets
-from ..models.sharding import KeptRows, SequenceShard, active_shard
-from ..models.spec import Anatomy, anatomy, describe
-from ..models.unwrap import unwrap
-from ..ops.linear_cross_entropy import linear_cross_entropy
-from .trl_head import TrlHead, find_trl_head
+from ...engine import LIVE
+from ...engine.adhoc import signature_of
+from ...engine.errors import BadOptionError, ConflictError, SeamNotReachedError, UnsupportedError
+from ...models.head import head_terms
+from ...models.modules import forward_slot
+from ...models.outputs import fused_output_class
+from ...models.packing import IGNORE_INDEX, aligned_targets
+from ...models.sharding import active_shard
+from ...models.spec import Anatomy, describe
+from ...ops.linear_cross_entropy import linear_cross_entropy
+from ..trl_head import TrlHead, find_trl_head
+from .frame import Frame, check_temperature, frames_of, is_list_of_rows, kept_already, kept_rows, kept_temperature, token_loss
 
-RANK = 10  # innermost of the shipped patches
-
-OUTPUTS = ("log_probs", "entropy")
-
-
-@dataclass(frozen=True, eq=False)
-class FusedHead(Patch):
-    """`fused=`: log-probs, entropy and loss without keeping logits.
-
-    Inside the scope the model's output has `log_probs` and `entropy`, fp32, [batch, sequence]: position t scores token
-    t+1, and is 0 at the last position and wherever the label is -100. `logits` is None, `loss` is the model's own when
-    `labels` are given. The call takes `labels`, `shift_labels` and `temperature`; `generate()` works as outside.
-
-    Args:
-        backend: `"torch"`, `"triton"`, or `"auto"` (triton on CUDA where it is installed).
-        memory: bytes for a block of logits, or `"auto"` or `"low"`.
-        outputs: which of `"log_probs"` and `"entropy"` to compute; what is left out is None and costs nothing.
-        temperature: divides the logits; a float, or a tensor [B] or [B, S] aligned with logit rows (fp32). The call's own
-            `temperature=` wins.
-        entropy_grad: False makes the entropy a metric without gradient.
-
-    Raises (when entering):
-        UnsupportedError: the model has no language-model head, or one that cannot be taken apart; says which and why.
-    """
-
-    backend: Literal["auto", "torch", "triton"] = "auto"
-    memory: Literal["auto", "low"] | int = "auto"
-    outputs: Sequence[str] = OUTPUTS
-    temperature: float | Tensor = 1.0
-    entropy_grad: bool = True
-    name: str = field(default="fused_head", init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.backend not in ("auto", "torch", "triton"):
-            raise BadOptionError(f"fused: the backend must be 'auto', 'torch' or 'triton', got {self.backend!r}")
-        wanted = (self.outputs,) if isinstance(self.outputs, str) else tuple(self.outputs)
-        if not wanted or any(one not in OUTPUTS for one in wanted):
-            raise BadOptionError(f"fused: outputs must be one or more of {', '.join(OUTPUTS)}, got {self.outputs!r}")
-        object.__setattr__(self, "outputs", wanted)
-        memory: Any = self.memory
-        is_bytes = isinstance(memory, int) and not isinstance(memory, bool) and memory > 0
-        if memory not in ("auto", "low") and not is_bytes:
-            raise BadOptionError(f"fused: memory must be 'auto', 'low' or a number of bytes > 0, got {memory!r}")
-        check_temperature(self.temperature)
-
-    @property
-    def options(self) -> Hashable:
-        temperature = id(self.temperature) if isinstance(self.temperature, Tensor) else self.temperature
-        return (self.backend, self.memory, tuple(self.outputs), temperature, self.entropy_grad)
-
-    def supports(self, target: Any) -> Support:
-        found = unwrap(target)
-        if found.value_head is not None:
-            return Support(
-                False,
-                f"{type(found.value_head).__name__} has a value head, and its forward needs the logits of its language model. "
-                f"Patch that one where you call it yourself: patched(model.pretrained_model, fused=...)",
-            )
-        try:
-            parts = anatomy(found.model)
-        except ScopedPatchError as error:
-            return Support(False, str(error))
-        for leaf in parts.head_leaves:
-            problem = head_problem(leaf)
-            if problem is not None:
-                return Support(False, f"the head of {describe(parts.model)} cannot be fused: {problem}")
-        notes = list(parts.notes)
-        if parts.transform:
-            notes.append(f"the model changes its logits after the head ({parts.transform}); applied inside the op")
-        try:
-            trl = find_trl_head(parts.model.forward)
-        except UnsupportedError as error:
-            return Support(False, str(error))
-        if trl is not None:
-            notes.append("TRL's fused head is on this model: calls with its flag are answered in its terms, others give logits")
-        foreign = [kind for module in (parts.model, *parts.head_leaves) if (kind := foreign_forward(module))]
-        notes += [f"found a forward put on the instance by somebody else and wrapped it: {kind}" for kind in foreign]
-        return Support(True, notes=tuple(notes))
-
-    def fingerprint(self, target: Any) -> Hashable:
-        # The config's transforms are part of it: somebody may set a softcap between two steps.
-        model = unwrap(target).model
-        try:
-            parts = anatomy(model)
-        except ScopedPatchError as error:
-            return str(error)  # `supports` says it in the name of this patch, together with what others have to say
-        places = [(id(m), "_old_forward" in m.__dict__) for m in (model, *parts.head_leaves)]
-        return (tuple(places), parts.transform, parts.own_loss)
-
-    def plan(self, target: Any) -> Iterable[Edit]:
-        parts = anatomy(unwrap(target).model)
-        model = parts.model
-        seam = Seam(self, parts)
-        paths = module_paths(model)
-        declare_for(type(model).forward)
-        token = (self.name, self.options, id(model))
-        for leaf in parts.head_leaves:
-            yield forward_edit(
-                leaf,
-                paths.get(id(leaf), "lm_head"),
-                seam.head_forward,
-                name="fused_head_forward",
-                rank=RANK,
-                reason="score tokens inside the head, keep no logits",
-                to=f"linear cross entropy ({self.backend})",
-                token=token,
-                exclusive=self.name,
-                check=functools.partial(check_head_forward, leaf, seam.what),
-            )
-        yield forward_edit(
-            model,
-            type(model).__name__,
-            seam.model_forward,
-            name="fused_model_forward",
-            rank=RANK,
-            reason="say what to score, declare the outputs",
-            to="adds log_probs and entropy",
-            token=token,
-            exclusive=self.name,
-            check=seam.look_at,
-        )
-        if not parts.own_loss:
-            yield Edit(
-                attribute_slot(model, "_loss_function", f"{type(model).__name__}._loss_function"),
-                lambda prior: seam.loss_function(prior),
-                "wrap",
-                "the model's own loss, from the log-probs",
-                RANK,
-                commutes=True,
-                token=token,
-                exclusive=self.name,
-                to="causal LM loss from log-probs",
-            )
-        if hasattr(model, "generate"):
-            yield Edit(
-                attribute_slot(model, "generate", f"{type(model).__name__}.generate"),
-                seam.generate,
-                "wrap",
-                "decoding needs logits",
-                RANK,
-                commutes=True,
-                token=token,
-                exclusive=self.name,
-                to="logits as outside the scope",
-            )
-
-
-class Frame:
-    """What one call of the model wants scored, and what the head found."""
-
-    __slots__ = (
-        "entropy",
-        "ignore_index",
-        "keep",
-        "labels",
-        "log_probs",
-        "packed",
-        "ran",
-        "rows",
-        "scored",
-        "shard",
-        "targets",
-        "temperature",
-        "thread",
-        "trl",
-    )
-
-    def __init__(
-        self, targets: Tensor | None, labels: Any, temperature: float | Tensor, ignore_index: int, thread: int
-    ) -> None:
-        self.targets = targets
-        self.labels = labels
-        self.temperature = temperature
-        self.ignore_index = ignore_index
-        self.thread = thread
-        self.ran = False
-        self.packed: Tensor | None = None
-        self.log_probs: Tensor | None = None
-        self.entropy: Tensor | None = None
-        self.scored: Tensor | None = None
-        self.trl: TrlHead | None = None
-        #: how the call's sequence is spread over ranks, and the rows that the caller wants of the whole
-        self.shard: SequenceShard | None = None
-        self.rows: KeptRows | None = None
-        self.keep: Any = 0
-
-
-#: The calls that are under way, by model.
-_frames: weakref.WeakKeyDictionary[nn.Module, list[Frame]] = weakref.WeakKeyDictionary()
+if TYPE_CHECKING:
+    from .patch import FusedHead
 
 
 class Seam:
@@ -232,7 +42,7 @@ class Seam:
         self.transform = parts.transform
         self.own_loss = parts.own_loss
         self.what = describe(parts.model)
-        self.frames = _frames.setdefault(parts.model, [])
+        self.frames = frames_of.setdefault(parts.model, [])
         self.head_places = tuple(forward_slot(leaf, "").place for leaf in parts.head_leaves)
         self.pass_through = 0
         self.proved = False
@@ -273,9 +83,9 @@ class Seam:
             targets = shard.targets  # shifted over the whole sequence, and cut
         else:
             targets = aligned_targets(kwargs, kwargs.get("ignore_index", IGNORE_INDEX))
-        if targets is not None and not _kept_already(kwargs, keep):
-            temperature = _kept_temperature(temperature, keep, targets)
-            targets = _kept(targets, keep)
+        if targets is not None and not kept_already(kwargs, keep):
+            temperature = kept_temperature(temperature, keep, targets)
+            targets = kept_rows(targets, keep)
         labels = kwargs.get("labels")
         if self.own_loss:
             kwargs.pop("labels", None)
@@ -292,7 +102,7 @@ class Seam:
             shard.wants_local_hidden = True
             frame.shard = shard
             frame.keep = kwargs.pop("logits_to_keep", 0)
-            if shard.gathers_outputs and _is_list_of_rows(frame.keep):
+            if shard.gathers_outputs and is_list_of_rows(frame.keep):
                 frame.rows = shard.kept_rows(frame.keep)
                 kwargs["logits_to_keep"] = frame.rows.rows
         frames.append(frame)
@@ -336,7 +146,7 @@ class Seam:
         self._receive(frame, out.logits)
         loss = getattr(out, "loss", None)
         if self.own_loss and frame.labels is not None:
-            loss = _loss(frame, None)
+            loss = token_loss(frame, None)
         values = {name: getattr(out, name) for name in out.__dataclass_fields__}
         values["logits"] = None
         values["loss"] = loss
@@ -447,7 +257,7 @@ class Seam:
         if frame.rows is not None:
             packed = frame.rows.gather(packed)
         elif shard is not None and shard.gathers_outputs:
-            packed = _kept(shard.gather(packed, 1), frame.keep)
+            packed = kept_rows(shard.gather(packed, 1), frame.keep)
         frame.packed = packed
         return packed
 
@@ -458,7 +268,7 @@ class Seam:
         ) -> Tensor:
             frame = self.frames[-1]
             self._receive(frame, logits)
-            return _loss(frame, num_items_in_batch)
+            return token_loss(frame, num_items_in_batch)
 
         return fused_loss_function
 
@@ -475,70 +285,3 @@ class Seam:
         if signature is not None:
             fused_generate.__signature__ = signature  # type: ignore[attr-defined]
         return fused_generate
-
-
-def check_head_forward(head: nn.Module, what: str, prior: Any) -> None:
-    """The fused head stands in for the head's forward and never calls it: that must be the one that is known.
-
-    Raises:
-        UnsupportedError: somebody put another forward on this instance.
-    """
-    if not is_class_forward(head, prior):
-        name = getattr(prior, "__qualname__", type(prior).__name__)
-        raise UnsupportedError(
-            f"fused_head: the forward of the head of {what} was replaced on this instance by {name}, which would never run. "
-            f"Take that off, or leave out `fused`"
-        )
-
-
-def _loss(frame: Frame, num_items: Any) -> Tensor:
-    """Mean negative log-prob of the labels, or their sum over `num_items`; 0 where there are none."""
-    total = -frame.log_probs.sum()  # type: ignore[union-attr]  # ignored rows are 0
-    if num_items is None:
-        num_items = (frame.scored != frame.ignore_index).sum().clamp(min=1)  # type: ignore[union-attr]
-    elif isinstance(num_items, Tensor):
-        num_items = num_items.to(total.device)
-    loss: Tensor = total / num_items
-    return loss
-
-
-def _kept_already(kwargs: dict[str, Any], keep: Any) -> bool:
-    """As transformers' losses have it: `shift_labels` as long as a list of rows to keep belong to those rows."""
-    given = kwargs.get("shift_labels")
-    return given is not None and _is_list_of_rows(keep) and given.shape[1:] == keep.shape
-
-
-def _is_list_of_rows(keep: Any) -> bool:
-    return isinstance(keep, Tensor) and keep.dtype == torch.int64 and keep.ndim == 1
-
-
-def _kept(values: Tensor, keep: Any) -> Tensor:
-    """Cut [B, S] values as the model cuts its hidden states for `logits_to_keep`."""
-    if isinstance(keep, int):
-        return values[:, -keep:] if keep else values
-    return values if keep is None else values[:, keep]
-
-
-def _kept_temperature(temperature: float | Tensor, keep: Any, targets: Tensor) -> float | Tensor:
-    if isinstance(temperature, Tensor) and temperature.ndim == 2 and temperature.shape[1] == targets.shape[1]:
-        return _kept(temperature, keep)
-    return temperature
-
-
-def check_temperature(temperature: Any) -> None:
-    """Refuse what cannot divide logits.
-
-    Raises:
-        BadOptionError: not a number > 0, or a tensor of integers or of less than fp32.
-    """
-    if isinstance(temperature, Tensor):
-        if temperature.dtype not in (torch.float32, torch.float64):
-            raise BadOptionError(
-                f"temperature: got a {temperature.dtype} tensor, wanted float32. Mixed precision (FSDP's cast_forward_inputs "
-                f"for one) casts float tensors among the arguments of a call: pass a float, or set the tensor on the scope "
-                f"with fused=FusedHead(temperature=...), which no cast reaches"
-            )
-        if temperature.ndim > 2:
-            raise BadOptionError(f"temperature: got shape {list(temperature.shape)}, wanted [], [B] or [B, S]")
-    elif isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not temperature > 0:
-        raise BadOptionError(f"temperature: got {temperature!r}, wanted a number > 0 or a float32 tensor [B] or [B, S]")

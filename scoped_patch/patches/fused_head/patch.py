@@ -1,0 +1,181 @@
+"""The patch `fused=`: what it edits and what it refuses. What runs then is in `seam`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from ...engine import Edit, Patch, Support, attribute_slot
+from ...engine.errors import BadOptionError, ScopedPatchError, UnsupportedError
+from ...models.head import head_problem
+from ...models.modules import foreign_forward, forward_edit, is_class_forward, module_paths
+from ...models.outputs import declare_for
+from ...models.spec import anatomy, describe
+from ...models.unwrap import unwrap
+from ..trl_head import find_trl_head
+from .frame import check_temperature
+from .seam import Seam
+
+RANK = 10  # innermost of the shipped patches
+
+OUTPUTS = ("log_probs", "entropy")
+
+
+@dataclass(frozen=True, eq=False)
+class FusedHead(Patch):
+    """`fused=`: log-probs, entropy and loss without keeping logits.
+
+    Inside the scope the model's output has `log_probs` and `entropy`, fp32, [batch, sequence]: position t scores token
+    t+1, and is 0 at the last position and wherever the label is -100. `logits` is None, `loss` is the model's own when
+    `labels` are given. The call takes `labels`, `shift_labels` and `temperature`; `generate()` works as outside.
+
+    Args:
+        backend: `"torch"`, `"triton"`, or `"auto"` (triton on CUDA where it is installed).
+        memory: bytes for a block of logits, or `"auto"` or `"low"`.
+        outputs: which of `"log_probs"` and `"entropy"` to compute; what is left out is None and costs nothing.
+        temperature: divides the logits; a float, or a tensor [B] or [B, S] aligned with logit rows (fp32). The call's own
+            `temperature=` wins.
+        entropy_grad: False makes the entropy a metric without gradient.
+
+    Raises (when entering):
+        UnsupportedError: the model has no language-model head, or one that cannot be taken apart; says which and why.
+    """
+
+    backend: Literal["auto", "torch", "triton"] = "auto"
+    memory: Literal["auto", "low"] | int = "auto"
+    outputs: Sequence[str] = OUTPUTS
+    temperature: float | Tensor = 1.0
+    entropy_grad: bool = True
+    name: str = field(default="fused_head", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.backend not in ("auto", "torch", "triton"):
+            raise BadOptionError(f"fused: the backend must be 'auto', 'torch' or 'triton', got {self.backend!r}")
+        wanted = (self.outputs,) if isinstance(self.outputs, str) else tuple(self.outputs)
+        if not wanted or any(one not in OUTPUTS for one in wanted):
+            raise BadOptionError(f"fused: outputs must be one or more of {', '.join(OUTPUTS)}, got {self.outputs!r}")
+        object.__setattr__(self, "outputs", wanted)
+        memory: Any = self.memory
+        is_bytes = isinstance(memory, int) and not isinstance(memory, bool) and memory > 0
+        if memory not in ("auto", "low") and not is_bytes:
+            raise BadOptionError(f"fused: memory must be 'auto', 'low' or a number of bytes > 0, got {memory!r}")
+        check_temperature(self.temperature)
+
+    @property
+    def options(self) -> Hashable:
+        temperature = id(self.temperature) if isinstance(self.temperature, Tensor) else self.temperature
+        return (self.backend, self.memory, tuple(self.outputs), temperature, self.entropy_grad)
+
+    def supports(self, target: Any) -> Support:
+        found = unwrap(target)
+        if found.value_head is not None:
+            return Support(
+                False,
+                f"{type(found.value_head).__name__} has a value head, and its forward needs the logits of its language model. "
+                f"Patch that one where you call it yourself: patched(model.pretrained_model, fused=...)",
+            )
+        try:
+            parts = anatomy(found.model)
+        except ScopedPatchError as error:
+            return Support(False, str(error))
+        for leaf in parts.head_leaves:
+            problem = head_problem(leaf)
+            if problem is not None:
+                return Support(False, f"the head of {describe(parts.model)} cannot be fused: {problem}")
+        notes = list(parts.notes)
+        if parts.transform:
+            notes.append(f"the model changes its logits after the head ({parts.transform}); applied inside the op")
+        try:
+            trl = find_trl_head(parts.model.forward)
+        except UnsupportedError as error:
+            return Support(False, str(error))
+        if trl is not None:
+            notes.append("TRL's fused head is on this model: calls with its flag are answered in its terms, others give logits")
+        foreign = [kind for module in (parts.model, *parts.head_leaves) if (kind := foreign_forward(module))]
+        notes += [f"found a forward put on the instance by somebody else and wrapped it: {kind}" for kind in foreign]
+        return Support(True, notes=tuple(notes))
+
+    def fingerprint(self, target: Any) -> Hashable:
+        # The config's transforms are part of it: somebody may set a softcap between two steps.
+        model = unwrap(target).model
+        try:
+            parts = anatomy(model)
+        except ScopedPatchError as error:
+            return str(error)  # `supports` says it in the name of this patch, together with what others have to say
+        places = [(id(m), "_old_forward" in m.__dict__) for m in (model, *parts.head_leaves)]
+        return (tuple(places), parts.transform, parts.own_loss)
+
+    def plan(self, target: Any) -> Iterable[Edit]:
+        parts = anatomy(unwrap(target).model)
+        model = parts.model
+        seam = Seam(self, parts)
+        paths = module_paths(model)
+        declare_for(type(model).forward)
+        token = (self.name, self.options, id(model))
+        for leaf in parts.head_leaves:
+            yield forward_edit(
+                leaf,
+                paths.get(id(leaf), "lm_head"),
+                seam.head_forward,
+                name="fused_head_forward",
+                rank=RANK,
+                reason="score tokens inside the head, keep no logits",
+                to=f"linear cross entropy ({self.backend})",
+                token=token,
+                exclusive=self.name,
+                check=functools.partial(check_head_forward, leaf, seam.what),
+            )
+        yield forward_edit(
+            model,
+            type(model).__name__,
+            seam.model_forward,
+            name="fused_model_forward",
+            rank=RANK,
+            reason="say what to score, declare the outputs",
+            to="adds log_probs and entropy",
+            token=token,
+            exclusive=self.name,
+            check=seam.look_at,
+        )
+        if not parts.own_loss:
+            yield Edit(
+                attribute_slot(model, "_loss_function", f"{type(model).__name__}._loss_function"),
+                lambda prior: seam.loss_function(prior),
+                "wrap",
+                "the model's own loss, from the log-probs",
+                RANK,
+                commutes=True,
+                token=token,
+                exclusive=self.name,
+                to="causal LM loss from log-probs",
+            )
+        if hasattr(model, "generate"):
+            yield Edit(
+                attribute_slot(model, "generate", f"{type(model).__name__}.generate"),
+                seam.generate,
+                "wrap",
+                "decoding needs logits",
+                RANK,
+                commutes=True,
+                token=token,
+                exclusive=self.name,
+                to="logits as outside the scope",
+            )
+
+
+def check_head_forward(head: nn.Module, what: str, prior: Any) -> None:
+    """The fused head stands in for the head's forward and never calls it: that must be the one that is known.
+
+    Raises:
+        UnsupportedError: somebody put another forward on this instance.
+    """
+    if not is_class_forward(head, prior):
+        name = getattr(prior, "__qualname__", type(prior).__name__)
+        raise UnsupportedError(
+            f"fused_head: the forward of the head of {what} was replaced on this instance by {name}, which would never run. "
+            f"Take that off, or leave out `fused`"
+        )
