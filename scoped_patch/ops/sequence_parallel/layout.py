@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -69,7 +68,7 @@ class HeadLayout:
         """Query heads of one rank."""
         return self.heads // self.ranks
 
-    @cached_property
+    @property
     def kv_per_rank(self) -> int:
         """Key-value heads that each rank is sent."""
         return max(last - first + 1 for first, last in (self._needed(j) for j in range(self.ranks)))
@@ -78,7 +77,7 @@ class HeadLayout:
         """The first key-value head that a rank is sent."""
         return min(self._needed(rank)[0], self.kv_heads - self.kv_per_rank)
 
-    @cached_property
+    @property
     def kv_sent(self) -> tuple[int, ...] | None:
         """Key-value heads in the order of sending, `kv_per_rank` for each rank; None when that is 0, 1, ... KV-1."""
         order = tuple(self.kv_start(j) + i for j in range(self.ranks) for i in range(self.kv_per_rank))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,20 @@ SHARD = "sequence_shard"
 #: per-head arguments of attention functions -> the dimension of the heads
 _PER_HEAD = {"s_aux": 0, "position_bias": 1}
 
-head_layout = functools.lru_cache(maxsize=256)(HeadLayout)
+
+class _Heads(NamedTuple):
+    """A `HeadLayout` as one rank sees it."""
+
+    per_rank: int
+    groups: int
+    kv_sent: tuple[int, ...] | None
+    kv_of_heads: tuple[int, ...] | None
+
+
+@functools.lru_cache(maxsize=256)
+def _heads(heads: int, kv_heads: int, ranks: int, rank: int) -> _Heads:
+    layout = HeadLayout(heads, kv_heads, ranks)
+    return _Heads(layout.per_rank, layout.groups(rank), layout.kv_sent, layout.kv_of_heads(rank))
 
 
 def attend(
@@ -49,8 +62,8 @@ def attend(
         [B, S/n, H, D] and None: attention weights are not gathered.
     """
     heads = query.shape[1]
-    layout = head_layout(heads, key.shape[1], shard.ranks)
-    overrides: dict[str, Any] = {"config": config, "num_key_value_groups": layout.groups(shard.rank)}
+    layout = _heads(heads, key.shape[1], shard.ranks, shard.rank)
+    overrides: dict[str, Any] = {"config": config, "num_key_value_groups": layout.groups}
     function = attention_function(module, config._attn_implementation)
     if shard.group is None:
         return function(ModuleView(module, config=config), query, key, value, attention_mask, **kwargs)[0], None
@@ -58,7 +71,7 @@ def attend(
     if layout.kv_sent is not None:
         key, value = (_pick(x, layout.kv_sent) for x in (key, value))
     query, key, value = heads_from_sequence((query, key, value), shard.group)
-    used = layout.kv_of_heads(shard.rank)
+    used = layout.kv_of_heads
     if used is not None:
         key, value = (_pick(x, used) for x in (key, value))
     length = shard.length
