@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -333,6 +339,31 @@ def test_merging_two_partial_softmaxes():
     merge_(out, norm, part, part_norm, 2, sinks)
     torch.testing.assert_close(out, (partly.softmax(-1)[..., :9] @ values).transpose(0, 1))
     torch.testing.assert_close(norm, partly.logsumexp(-1))
+
+
+def test_the_merge_kernel_in_triton_interpreter():
+    """The CUDA kernel's own code, run on the CPU, against the torch form."""
+    code = """
+import torch, triton
+from scoped_patch.ops.prefix_attention.merge import merge_
+from scoped_patch.ops.prefix_attention.merge_triton import merge_kernel
+for size in (64, 80):
+    out, norm = torch.randn(200, 3, size), torch.randn(3, 200)
+    part, part_norm = torch.randn(131, 3, size), torch.randn(3, 131)
+    right_out, right_norm = out.clone(), norm.clone()
+    merge_(right_out, right_norm, part, part_norm, 69, None)
+    merge_kernel[(triton.cdiv(131, 64), 3)](
+        out[69:], norm, part, part_norm, 69, 131, 200, 131, 3, size, triton.next_power_of_2(size), 64
+    )
+    torch.testing.assert_close(out, right_out)
+    torch.testing.assert_close(norm, right_norm)
+"""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=root)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_node_saves_what_attention_saves_and_no_more():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -74,6 +76,67 @@ def test_every_family_padded_elsewhere(name, side):
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_oss"])
 def test_eager_attention(name):
     assert_equal_to_unpatched(build(name, attn="eager"), text_groups())
+
+
+def other_family(family, name, **options):
+    """A family without a builder of its own."""
+    package = f"transformers.models.{family}"
+    modeling = importlib.import_module(f"{package}.modeling_{family}")
+    configuration = importlib.import_module(f"{package}.configuration_{family}")
+    config = getattr(configuration, f"{name}Config")(**{**tiny_models._DENSE, **options})
+    attn = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    torch.manual_seed(0)
+    model = getattr(modeling, f"{name}ForCausalLM")._from_config(config, attn_implementation=attn)
+    tiny_models._redraw(model, 0.3)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "options"),
+    [
+        pytest.param(
+            "qwen2_moe",
+            "Qwen2Moe",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 6,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "num_experts": 4,
+                "moe_intermediate_size": 32,
+                "shared_expert_intermediate_size": 32,
+            },
+            id="a window that only the mask of some layers knows",
+        ),
+        pytest.param("phimoe", "Phimoe", {"sliding_window": 6, "num_local_experts": 4}, id="a window that only masks know"),
+        pytest.param(
+            "gemma2",
+            "Gemma2",
+            {"head_dim": 16, "sliding_window": 6, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+            id="softcaps",
+        ),
+    ],
+)
+def test_families_that_do_it_in_another_way(family, name, options):
+    assert_equal_to_unpatched(other_family(family, name, **options), text_groups((20,), ((5, 9),)))
+
+
+def test_masks_of_a_models_own_are_refused():
+    model, groups = other_family("doge", "Doge"), text_groups()
+    with patched(model, prefix_grouper=True), pytest.raises(UnsupportedError, match="DogeAttention makes a mask of its own"):
+        model(**groups.batch, group_ids=groups.group_ids)
+
+
+def test_learned_positions_are_refused():
+    with pytest.raises(UnsupportedError, match=r"adds learned positions .*embed_positions"):
+        patched(other_family("opt", "OPT"), prefix_grouper=True).plan()
+
+
+def test_plans_on_the_meta_device():
+    small = build()
+    with torch.device("meta"):
+        model = type(small)._from_config(small.config)
+    plan = patched(model, prefix_grouper=True, fused="torch").plan()
+    assert sum("scoped_patch_prefix" in one.edit.to for one in plan.edits) == 2
 
 
 @pytest.mark.parametrize("name", LINEAR)

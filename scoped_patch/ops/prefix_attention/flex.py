@@ -13,6 +13,8 @@ from .kernels import Score
 from .layout import PrefixLayout
 
 _BLOCK = 128
+#: (token, block) pairs that are looked at in one go
+_CELLS = 1 << 24
 
 
 def flex_problem(q: Tensor, v: Tensor) -> str | None:
@@ -61,11 +63,15 @@ def _block_mask(layout: PrefixLayout, window: int | None, device: torch.device) 
     blocks = -(-tokens // _BLOCK)
     starts = torch.arange(blocks, device=device, dtype=torch.int32) * _BLOCK
     stops = (starts + _BLOCK).clamp(max=tokens)
-    count = torch.zeros(tokens, blocks, dtype=torch.int32, device=device)
-    for first, last in ((seen[0], seen[1]), (seen[2], seen[3])):
-        count += (torch.minimum(last[:, None], stops) - torch.maximum(first[:, None], starts)).clamp(min=0)
-    padded = torch.nn.functional.pad(count, (0, 0, 0, blocks * _BLOCK - tokens)).view(blocks, _BLOCK, blocks)
-    total = padded.sum(1)
+    # Rows beyond the last token see nothing.
+    padded = torch.nn.functional.pad(seen, (0, blocks * _BLOCK - tokens)).view(4, blocks, _BLOCK, 1)
+    counts = []
+    for piece in torch.split(padded, max(1, _CELLS // (_BLOCK * blocks)), 1):
+        shares = [
+            (torch.minimum(last, stops) - torch.maximum(first, starts)).clamp(min=0) for first, last in (piece[:2], piece[2:])
+        ]
+        counts.append((shares[0] + shares[1]).sum(1))
+    total = torch.cat(counts)
     # A last block that is not filled up is never full: its mask keeps what lies beyond the row out.
     full = total == _BLOCK * _BLOCK
     partial = (total > 0) & ~full

@@ -109,7 +109,7 @@ def attention_entry(
             ModuleView(module, config=config), query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
         return made
-    return call.attend(call, module, query, key, value, scaling, dropout, kwargs)
+    return call.attend(call, module, query, key, value, attention_mask, scaling, dropout, kwargs)
 
 
 def attend(
@@ -118,6 +118,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    attention_mask: Any,
     scaling: float | None,
     dropout: float,
     kwargs: dict[str, Any],
@@ -134,6 +135,13 @@ def attend(
             f"is_causal=False), which a shared prefix does not have"
         )
     # Sequence parallelism shows us a view of the module.
+    if not (
+        isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool and attention_mask.shape[:3] == (0, 1, 1)
+    ):
+        raise UnsupportedError(
+            f"prefix_grouper: {type(module).__name__} makes a mask of its own for its attention, which would be lost in a "
+            f"packed row; this model cannot share prefixes"
+        )
     call.reached.add(id(module.__dict__.get("_viewed_module", module)))
     sinks = kwargs.get("s_aux")
     out = prefix_attention(
@@ -142,12 +150,25 @@ def attend(
         value,
         call.layout,
         scale=scaling,
-        window=kwargs.get("sliding_window"),
+        window=_window(module, kwargs),
         softcap=kwargs.get("softcap"),
         sinks=sinks if sinks is not None else _sinks(module),
         backend=call.backend,  # type: ignore[arg-type]
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
+    """Some families hand the window to their attention, some have it in the mask only, which a grouped call has not."""
+    given: int | None = kwargs.get("sliding_window")
+    if given is not None:
+        return given
+    config: Any = module.config
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds and index is not None:
+        return window if kinds[index] == "sliding_attention" else None
+    return None if "sliding_window" in kwargs else window or None
 
 
 def _sinks(module: nn.Module) -> Tensor | None:

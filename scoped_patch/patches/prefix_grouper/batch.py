@@ -102,7 +102,7 @@ def _pack_rows(
     if position_ids is None and media:
         position_ids = positions.own_positions(module, kwargs)
     holes = tokens.holes
-    if holes and getattr(text_config(module), "sliding_window", None) is not None:
+    if holes and getattr(text_config(module), "sliding_window", None):
         raise UnsupportedError(
             f"prefix_grouper: attention_mask has padding between the real tokens of a row, which a sliding window of {what} "
             f"counts and a packed row does not have; pad on the sides only"
