@@ -11,7 +11,7 @@ flash-attn where installed, else torch's own variable-length flash kernel behind
 
 The ceiling is what arithmetic allows: the repeated run's time outside attention and head shrinks by
 G(P+R) / (P+GR), its attention time by G(P+R)^2 / (P^2 + G(2PR+R^2)), and its head time not at all. Attention and head are
-timed apart, on the same shapes. Times are medians; peak is the extra memory of a forward and backward, gradients included.
+timed apart, on the same shapes. Times are medians (with OMP_NUM_THREADS=1 on a CPU: of processor time); peak is the extra memory of a forward and backward, gradients included.
 """
 
 from __future__ import annotations
@@ -88,16 +88,18 @@ def measure(run: Run, device: torch.device, warm: int, repeats: int) -> Measured
         run()
     gc.collect()
     times, peak = [], None
+    # On one CPU thread, the processor time: others may have the machine as well.
+    clock = time.perf_counter if device.type == "cuda" or torch.get_num_threads() > 1 else time.process_time
     if device.type == "cuda":
         torch.cuda.synchronize()
         base = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = clock()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     if device.type == "cuda":
         peak = (torch.cuda.max_memory_allocated() - base) / MIB
     return Measured(statistics.median(times), peak)
@@ -304,7 +306,7 @@ def bench_model(model: nn.Module, shape: Shape, device: torch.device, options: a
     """All sides at one shape."""
     batch = rows_of(shape, model.config.vocab_size, device)
     groups = torch.zeros(shape.members, dtype=torch.int64, device=device)
-    warm, repeats = (1, options.repeats) if device.type == "cpu" else (3, options.repeats)
+    warm, repeats = (0, options.repeats) if device.type == "cpu" else (3, options.repeats)
     recompute = shape.repeated > 40000 and not options.no_checkpointing and device.type == "cuda"
     if recompute:
         model.gradient_checkpointing_enable()
@@ -315,7 +317,7 @@ def bench_model(model: nn.Module, shape: Shape, device: torch.device, options: a
 
     def side(name: str, call: Callable[[], Tensor]) -> None:
         run = step(model, call)
-        kept[name] = run().cpu().float()
+        kept[name] = run().cpu().float()  # warms up as well
         found["sides"][name] = asdict(measure(run, device, warm, repeats))
         print(
             f"  {name:28s} {1000 * found['sides'][name]['seconds']:10.1f} ms  {_mib(found['sides'][name]['peak_mib'])}",
