@@ -11,7 +11,8 @@ flash-attn where installed, else torch's own variable-length flash kernel behind
 
 The ceiling is what arithmetic allows: the repeated run's time outside attention and head shrinks by
 G(P+R) / (P+GR), its attention time by G(P+R)^2 / (P^2 + G(2PR+R^2)), and its head time not at all. Attention and head are
-timed apart, on the same shapes. Times are medians (with OMP_NUM_THREADS=1 on a CPU: of processor time); peak is the extra memory of a forward and backward, gradients included.
+timed apart, on the same shapes. Times are medians, of processor time with OMP_NUM_THREADS=1 on a CPU; peak is the extra
+memory of a forward and backward, gradients included.
 """
 
 from __future__ import annotations

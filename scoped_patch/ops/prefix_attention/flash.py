@@ -42,6 +42,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: Prefi
     out, norm, *_ = _aten._flash_attention_forward(
         q, k, v, of_segments, of_segments, longest, longest, 0.0, True, False, scale=scale
     )
+    if norm.shape != (q.shape[1], q.shape[0]):
+        raise RuntimeError(
+            f"prefix_attention: torch {torch.__version__} gave log normalisers {list(norm.shape)} for {q.shape[0]} rows of "
+            f"{q.shape[1]} heads, wanted [heads, rows]; use backend='flex'"
+        )
     norm = norm.contiguous()
     prefix, rows = _cross(layout)
     part = part_norm = None
