@@ -13,6 +13,7 @@ from .engine.errors import BadOptionError, BadTargetError, ConflictError, ScopeS
 from .engine.session import OnForeign
 from .engine.slots import ClassSlot
 from .models.checkpointing import RecomputeAsRun
+from .models.saving import SavesUnpatched
 from .models.unwrap import unwrap
 from .models.verify import VerifyReport, verify
 from .patches.fused_head import FusedHead
@@ -189,7 +190,9 @@ def patched(
     if is_model:
         found = unwrap(target)
         root = found.model
-        own = [RecomputeAsRun()] if found.value_head is None else [ValueHead(), RecomputeAsRun()]
+        own = [RecomputeAsRun(), SavesUnpatched()]
+        if found.value_head is not None:
+            own.insert(0, ValueHead())
     return PatchedScope(target, (*shipped, *patches, *own), root=root, on_foreign=on_foreign, on_compiled=on_compiled)
 
 

@@ -16,7 +16,7 @@ from .edits import Counter, Edit, EditPatch
 from .errors import BadOptionError, BadTargetError, TargetError
 from .plan import PendingEdit
 from .report import describe_value
-from .resolve import aliases_of, missing_symbol, slot_from_path, split_path, version_of
+from .resolve import aliases_of, home_of, missing_symbol, slot_from_path, split_path, version_of
 from .slots import MISSING, ClassSlot, Slot
 
 Wrapper = Callable[..., Any]
@@ -46,7 +46,8 @@ def replace_attribute(
         value: the new raw value; for a class include the descriptor (`staticmethod(f)`). `MISSING` deletes it.
         reason: shown by `explain()`.
         aliases: what to do about other modules that hold the same object by `from m import f`: patch them too, refuse,
-            or leave them. Only module globals are looked for.
+            or leave them. Only module globals are looked for. Named at its home, an object is followed everywhere;
+            named in a module that borrows it, only within that module's own package.
         when: `"imported"` waits for the module of a path string to be imported while the scope is live, instead of
             importing it.
 
@@ -138,7 +139,9 @@ def wrapped_callable(slot: Slot, prior: Any, wrapper: Wrapper, counter: Counter)
 
 def _plain(original: Any, wrapper: Wrapper, counter: Counter) -> Any:
     def patched_call(*args: Any, **kwargs: Any) -> Any:
-        if not tracing():
+        if tracing():
+            counter.traced = True
+        else:
             counter.calls += 1
         return wrapper(original, *args, **kwargs)
 
@@ -147,7 +150,9 @@ def _plain(original: Any, wrapper: Wrapper, counter: Counter) -> Any:
 
 def _method(function: Any, wrapper: Wrapper, counter: Counter) -> Any:
     def patched_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not tracing():
+        if tracing():
+            counter.traced = True
+        else:
             counter.calls += 1
         return wrapper(types.MethodType(function, self), *args, **kwargs)
 
@@ -222,6 +227,11 @@ def _attribute_patch(
         if aliases == "ignore" or not isinstance(slot.owner, types.ModuleType) or not callable(prior):
             return
         others = aliases_of(slot, prior)
+        home = home_of(prior)
+        if home is not None and home is not slot.owner:
+            # `from copy import deepcopy` in a module of yours: its name there is meant, not everybody's deepcopy
+            here = slot.owner.__name__.partition(".")[0]
+            others = [(module, name) for module, name in others if module.__name__.partition(".")[0] == here]
         if others and aliases == "error":
             names = ", ".join(f"{module.__name__}.{alias}" for module, alias in others)
             raise BadTargetError(f"{slot.label} was imported by value into {names}; aliases='patch' patches them too")
@@ -239,9 +249,17 @@ def _attribute_patch(
             yield from plan(slot_from_path(target))
 
     if isinstance(target, str):
-        split_path(target)
-        return EditPatch(f"{action} {target}", edits)
-    return EditPatch(f"{action} {attribute_slot(target, name).label}", edits)
+        home, _ = split_path(target)
+        return EditPatch(f"{action} {target}", edits, lambda: _modules_now(sys.modules.get(home)))
+    slot = attribute_slot(target, name)
+    if isinstance(slot.owner, types.ModuleType):
+        return EditPatch(f"{action} {slot.label}", edits, lambda: _modules_now(slot.owner))
+    return EditPatch(f"{action} {slot.label}", edits)
+
+
+def _modules_now(home: types.ModuleType | None) -> Hashable:
+    """Changes when another module may have borrowed the name meanwhile, or its home was imported again."""
+    return None if home is None else (id(home), len(sys.modules))
 
 
 def _not_there(slot: Slot) -> str:

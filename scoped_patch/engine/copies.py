@@ -1,13 +1,15 @@
 """What copies and pickles see of a patched object: its unpatched state.
 
-`copy`, `deepcopy` and `pickle` ask the *instance* for `__getstate__`. While an owner is patched it answers with its
-unpatched state, so copies and files taken inside a scope never hold our edits. Only owners that `LIVE.guards_owner` names
-are treated so. Not covered: classes that copy themselves without `__getstate__` (a `__deepcopy__` or `__reduce__` of
-their own that reads `__dict__`).
+`copy`, `deepcopy` and `pickle` ask the *instance* for `__getstate__`. While an owner that `LIVE.guards_owner` names is patched
+it answers with its unpatched state, so copies and files taken inside a scope never hold our edits. Other owners must not
+show a further attribute (a config writes all of its own to a file): for them the class has an entry in `copyreg`'s table
+while one of its instances is patched. Not covered: classes that copy themselves (a `__deepcopy__` or `__reduce__` of their
+own), and items of plain dicts.
 """
 
 from __future__ import annotations
 
+import copyreg
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,36 @@ def guard(guarded: Guarded, slot: Slot) -> None:
         own["__getstate__"] = types.MethodType(unpatched_state, owner)
 
 
+def guard_by_class(guarded: Guarded, slot: Slot) -> None:
+    """The same for an owner that must not show a further attribute."""
+    owner, kind = slot.owner, type(slot.owner)
+    known = guarded.get(id(owner))
+    if known is not None:
+        known[1].add(slot.place)
+    elif _copies_by_state(owner, slot) and copyreg.dispatch_table.get(kind, reduce_unpatched) is reduce_unpatched:
+        guarded[id(owner)] = (owner, {slot.place})
+        copyreg.dispatch_table[kind] = reduce_unpatched
+
+
+def _copies_by_state(owner: Any, slot: Slot) -> bool:
+    if isinstance(owner, (type, types.ModuleType)) or not (isinstance(slot, DescriptorSlot) or slot.mapping is not owner):
+        return False
+    kind: Any = type(owner)
+    plain: Any = object
+    own_way = kind.__reduce_ex__ is not plain.__reduce_ex__ or kind.__reduce__ is not plain.__reduce__
+    return not own_way and not hasattr(kind, "__deepcopy__")
+
+
+def reduce_unpatched(owner: Any) -> Any:
+    """What `copyreg` asks for: the owner's own reduction, with its unpatched state."""
+    from .live import LIVE
+
+    made = owner.__reduce_ex__(4)
+    if id(owner) not in LIVE._guarded:
+        return made  # another instance of the class
+    return (*made[:2], unpatched_state(owner), *made[3:])
+
+
 def unguard(guarded: Guarded, slot: Slot) -> None:
     """The place is not live any more; the owner's last one takes the guard with it."""
     owner = slot.owner
@@ -41,9 +73,13 @@ def unguard(guarded: Guarded, slot: Slot) -> None:
     places = known[1]
     places.discard(slot.place)
     if not places:
-        own = owner.__dict__
+        kind, own = type(owner), getattr(owner, "__dict__", {})
         if getattr(own.get("__getstate__"), "__func__", None) is unpatched_state:
             del own["__getstate__"]
+        elif copyreg.dispatch_table.get(kind) is reduce_unpatched and not any(
+            type(other) is kind for other, _ in guarded.values() if other is not owner
+        ):
+            del copyreg.dispatch_table[kind]
         del guarded[id(owner)]
 
 
@@ -72,7 +108,7 @@ def _take_out(owner: Any, state: SlotState, own: dict[str, Any], slots: Any, rep
     slot, original = state.slot, state.original
     if isinstance(slot, DescriptorSlot):
         stored: Any = slots if isinstance(slots, dict) and slot.key in slots else None
-    elif slot.mapping is owner.__dict__:
+    elif slot.mapping is getattr(owner, "__dict__", None):
         stored = own
     else:
         # A child mapping (nn.Module._modules): the copy gets one of its own, the live one stays as it is.

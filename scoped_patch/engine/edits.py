@@ -19,10 +19,12 @@ _MEMO_SIZE = 8
 class Counter:
     """How often a patched callable ran. Shared by all sessions of one plan; sessions subtract what was there."""
 
-    __slots__ = ("calls",)
+    __slots__ = ("calls", "traced")
 
     def __init__(self) -> None:
         self.calls = 0
+        #: compiled code runs it too, which is not counted: a count would make every call a new graph
+        self.traced = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,14 +130,29 @@ class Patch(ABC):
 
 
 class EditPatch(Patch):
-    """A patch made of ready edits; what `replace_attribute` and `wrap_call` return."""
+    """A patch made of ready edits; what `replace_attribute` and `wrap_call` return.
 
-    def __init__(self, name: str, make_edits: Callable[[Any], Iterable[Edit]]) -> None:
+    Args:
+        name: shown by `explain()` and in every error.
+        make_edits: from the target to the edits.
+        fingerprint: a cheap value that changes when the edits have to be made again; they always fit by default.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make_edits: Callable[[Any], Iterable[Edit]],
+        fingerprint: Callable[[], Hashable] = lambda: None,
+    ) -> None:
         self.name = name
         self._make_edits = make_edits
+        self._fingerprint = fingerprint
 
     def plan(self, target: Any) -> Iterable[Edit]:
         return self._make_edits(target)
+
+    def fingerprint(self, target: Any) -> Hashable:
+        return self._fingerprint()
 
     def __repr__(self) -> str:
         return f"<{self.name}>"

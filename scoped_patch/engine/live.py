@@ -9,12 +9,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .copies import Guarded, guard, unguard
+from .copies import Guarded, guard, guard_by_class, unguard
 from .edits import Edit
 from .errors import ConflictError, ForeignOverwriteError, OutOfOrderExit, finish
 from .replay import Replays, Snapshot
 from .segments import Layer, Segment, SlotState, compose, insert
-from .slots import MISSING, Place, Slot, same
+from .slots import MISSING, ClassSlot, Place, Slot, same
 
 if TYPE_CHECKING:
     from .session import Session
@@ -49,8 +49,7 @@ class LiveStack:
         state = self.states.get(slot.place)
         if state is None:
             state = self.states[slot.place] = SlotState(slot)
-            if self.guards_owner(slot.owner):
-                guard(self._guarded, slot)
+            (guard if self.guards_owner(slot.owner) else guard_by_class)(self._guarded, slot)
         return state
 
     def drop_if_empty(self, state: SlotState) -> None:
@@ -122,14 +121,36 @@ class LiveStack:
     def remove(self, edit: Edit, session: Session, on_foreign: str) -> Exception | None:
         """Take one edit off; idempotent. Returns what the caller has to report, raises only if a restore failed."""
         state = self.states.get(edit.slot.place)
-        if state is None:
-            return None
-        state.settle()
         problem = None
-        if state.segments and not self._remove_only(state, edit, session):
-            problem = self._remove(state, edit, session, on_foreign)
-        self.drop_if_empty(state)
+        if state is not None:
+            state.settle()
+            if state.segments and not self._remove_only(state, edit, session):
+                problem = self._remove(state, edit, session, on_foreign)
+            self.drop_if_empty(state)
+        if isinstance(edit.slot, ClassSlot):
+            self.rebuild_heirs(edit.slot)
         return problem
+
+    def rebuild_heirs(self, slot: ClassSlot) -> None:
+        """A class attribute has changed: what was built on it as inherited, in instances and subclasses, is built anew."""
+        heirs = []
+        for state in self.states.values():
+            heir = state.slot
+            if heir.key == slot.key and state.segments and state.segments[0].base is MISSING and heir.place != slot.place:
+                kind = heir.owner if isinstance(heir, ClassSlot) else type(heir.owner)
+                if issubclass(kind, slot.owner):
+                    heirs.append((not isinstance(heir, ClassSlot), len(kind.__mro__), state))
+        # a subclass before its own subclasses, and instances last: each builds on what the one above has become
+        for _, _, state in sorted(heirs, key=lambda one: one[:2]):
+            state.settle()
+            heir, segments = state.slot, state.segments
+            first = compose(MISSING, segments[0].layers, (), segments[0].replay)
+            raw = heir.read()
+            if len(segments) == 1 and state.is_ours(raw):
+                if not same(first.top, raw):
+                    state.move((first,), first.top, raw)
+            else:
+                state.segments = (first, *segments[1:])
 
     @staticmethod
     def _remove_only(state: SlotState, edit: Edit, session: Session) -> bool:
@@ -265,6 +286,16 @@ class LiveStack:
                 kept = tuple(layer for layer in segment.layers if layer.holders != (session,))
                 places.append((state.slot, compose(segment.base, kept, ())))
             return Snapshot(-1, tuple(places), f"a replay without the scope entered at {session.location}")
+
+    def freeze_original(self, root: object) -> Snapshot:
+        """The values that the places of all live sessions of one root would have without them."""
+        with self.lock:
+            places = [
+                (state.slot, Segment(state.segments[-1].base))
+                for state in self.states.values()
+                if any(getattr(h, "root", None) is root for s in state.segments for layer in s.layers for h in layer.holders)
+            ]
+            return Snapshot(-1, tuple(places), "a replay of the unpatched state")
 
     @contextmanager
     def replay(self, snapshot: Snapshot) -> Iterator[None]:

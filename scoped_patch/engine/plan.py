@@ -79,12 +79,12 @@ class Plan:
     def __init__(self, target: Any, patches: tuple[Patch, ...]) -> None:
         self.target = target
         self.patches = patches
-        self.fingerprint = tuple(patch.fingerprint(target) for patch in patches)
         self.supports: list[tuple[Patch, Support]] = []
         self.edits: tuple[PlannedEdit, ...] = ()
         self.pending: list[tuple[Patch, PendingEdit]] = []
         self._check_support()
         self._collect()
+        self.fingerprint = tuple(patch.fingerprint(target) for patch in patches)
 
     def fits(self) -> bool:
         """Would the same plan be made now? Cheap; asked at every enter of a scope that is used again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+import sys
 import types
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ class Row:
         patch, where, before, after, why: as shown.
         count: how many places this row stands for.
         calls: calls since entry, all places together; None where calls are not counted.
+        traced: compiled code runs it, and its calls are not counted.
         idle: how many of the counted places were never called.
     """
 
@@ -36,12 +38,15 @@ class Row:
     why: str
     count: int = 1
     calls: int | None = None
+    traced: bool = False
     idle: int = 0
 
     def cells(self, planned: bool) -> tuple[str, ...]:
         where = self.where if self.count == 1 else f"{self.where} (x{self.count})"
         if planned or self.calls is None:
             calls = "-"
+        elif self.traced:
+            calls = f"{self.calls} + compiled" if self.calls else "compiled"
         elif self.calls == 0:
             calls = "0 !"
         elif self.idle:
@@ -135,7 +140,10 @@ def _row(planned: PlannedEdit, before: Any, calls: int | None) -> Row:
         before = edit.slot.value_of(before)  # what is inherited has a name too
     except Exception:
         before = MISSING
-    return Row(planned.patch.name, edit.slot.label, describe_value(before), after, edit.reason, 1, calls, int(calls == 0))
+    traced = edit.counter is not None and edit.counter.traced
+    return Row(
+        planned.patch.name, edit.slot.label, describe_value(before), after, edit.reason, 1, calls, traced, int(calls == 0)
+    )
 
 
 def _fold(rows: list[Row]) -> list[Row]:
@@ -147,11 +155,12 @@ def _fold(rows: list[Row]) -> list[Row]:
         key = (row.patch, where, row.after, row.why)
         known = folded.get(key)
         if known is None:
-            folded[key] = Row(row.patch, row.where, row.before, row.after, row.why, 1, row.calls, row.idle)
+            folded[key] = Row(row.patch, row.where, row.before, row.after, row.why, 1, row.calls, row.traced, row.idle)
             continue
         known.where = where
         known.count += 1
         known.idle += row.idle
+        known.traced = known.traced or row.traced
         if row.calls is not None:
             known.calls = (known.calls or 0) + row.calls
     return list(folded.values())
@@ -162,7 +171,11 @@ def _remarks(plan: Plan) -> list[str]:
     for patch, support in plan.supports:
         remarks += [f"{patch.name} skipped: {text}" for text in support.skipped]
         remarks += [f"{patch.name}: {text}" for text in support.notes]
-    remarks += [f"{patch.name}: waits for {pending.module} to be imported ({pending.label})" for patch, pending in plan.pending]
+    remarks += [
+        f"{patch.name}: waits for {pending.module} to be imported ({pending.label})"
+        for patch, pending in plan.pending
+        if pending.module not in sys.modules
+    ]
     return remarks
 
 

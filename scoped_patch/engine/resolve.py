@@ -76,6 +76,15 @@ def aliases_of(slot: Slot, value: Any) -> list[tuple[types.ModuleType, str]]:
     return [(m, name) for m, name in copies_by_value(value) if (id(m.__dict__), name) != slot.place]
 
 
+def home_of(value: Any) -> types.ModuleType | None:
+    """The module that defines `value` and holds it under its own name, or None."""
+    module = sys.modules.get(str(getattr(value, "__module__", None)))
+    name = getattr(value, "__name__", None)
+    if module is None or not isinstance(name, str) or module.__dict__.get(name) is not value:
+        return None
+    return module
+
+
 def copies_by_value(value: Any, not_in: Collection[str] = ()) -> list[tuple[types.ModuleType, str]]:
     """Every module global that is this very object, but for modules of the names given."""
     found = []

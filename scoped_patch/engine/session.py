@@ -17,7 +17,7 @@ from .errors import LeakError, ScopeStateError, finish, join_errors
 from .live import LIVE
 from .replay import Snapshot
 from .resolve import copies_by_value
-from .slots import Slot
+from .slots import ClassSlot, Slot
 
 if TYPE_CHECKING:
     from .edits import Edit
@@ -132,6 +132,8 @@ class Session:
         record = Record(planned, prior, None, self.location, 0 if counter is None else counter.calls)
         self.records.append(record)  # before the write, so that whatever happens next can be undone
         record.value = LIVE.install(edit, planned.patch.name, self, prior)
+        if isinstance(edit.slot, ClassSlot):
+            LIVE.rebuild_heirs(edit.slot)
         if self._modules is None and isinstance(edit.slot.owner, types.ModuleType):
             self._modules = frozenset(sys.modules)
 

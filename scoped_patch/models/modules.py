@@ -102,7 +102,9 @@ def bound_forward(module: nn.Module, prior: Any, forward: Forward, counter: Coun
     is_tracing = torch.compiler.is_dynamo_compiling
 
     def patched_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not is_tracing():
+        if is_tracing():
+            counter.traced = True  # only ever written, so that no graph guards on it
+        else:
             counter.calls += 1
         if args and args[0] is self:
             args = args[1:]  # bound twice, see ForwardSlot

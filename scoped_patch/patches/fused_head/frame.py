@@ -106,5 +106,9 @@ def check_temperature(temperature: Any) -> None:
             )
         if temperature.ndim > 2:
             raise BadOptionError(f"temperature: got shape {list(temperature.shape)}, wanted [], [B] or [B, S]")
+        # On an accelerator a look at the values would wait for it; there a bad one shows as NaN.
+        looked = temperature.device.type == "cpu" and not torch.compiler.is_dynamo_compiling()
+        if looked and not bool((temperature > 0).all()):
+            raise BadOptionError(f"temperature: every value must be > 0, the least is {temperature.min().item():g}")
     elif isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not temperature > 0:
         raise BadOptionError(f"temperature: got {temperature!r}, wanted a number > 0 or a float32 tensor [B] or [B, S]")

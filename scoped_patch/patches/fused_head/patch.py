@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from ...engine import Edit, Patch, Support, attribute_slot
-from ...engine.errors import BadOptionError, ScopedPatchError, UnsupportedError
+from ...engine import MISSING, Edit, Patch, Session, Support, attribute_slot
+from ...engine.errors import BadOptionError, ScopedPatchError, SeamNotReachedError, UnsupportedError
 from ...models.head import head_problem
 from ...models.modules import foreign_forward, forward_edit, is_class_forward, module_paths
 from ...models.outputs import declare_for
@@ -82,6 +83,10 @@ class FusedHead(Patch):
             parts = anatomy(found.model)
         except ScopedPatchError as error:
             return Support(False, str(error))
+        if self.backend == "triton" and importlib.util.find_spec("triton") is None:
+            return Support(
+                False, "the triton backend needs the package triton, which is not installed; use fused='torch' or 'auto'"
+            )
         for leaf in parts.head_leaves:
             problem = head_problem(leaf)
             if problem is not None:
@@ -144,7 +149,7 @@ class FusedHead(Patch):
         if not parts.own_loss:
             yield Edit(
                 attribute_slot(model, "_loss_function", f"{type(model).__name__}._loss_function"),
-                lambda prior: seam.loss_function(prior),
+                lambda prior: seam.loss_function(getattr(model, "loss_function", None) if prior is MISSING else prior),
                 "wrap",
                 "the model's own loss, from the log-probs",
                 RANK,
@@ -164,6 +169,18 @@ class FusedHead(Patch):
                 token=token,
                 exclusive=self.name,
                 to="logits as outside the scope",
+            )
+
+    def audit(self, session: Session) -> None:
+        calls = {"head": 0, "model": 0}
+        for record in session.records:
+            if record.planned.patch is self and record.calls:
+                calls["head" if record.edit.to.startswith("linear cross entropy") else "model"] += record.calls
+        if calls["head"] and not calls["model"]:
+            raise SeamNotReachedError(
+                f"fused_head: the head of {describe(unwrap(session.target).model)} ran {calls['head']} times in the scope "
+                f"entered at {session.location}, and never through the model's own forward, so nothing was scored: call the "
+                f"model itself, not its head or a forward that was taken off it before"
             )
 
 

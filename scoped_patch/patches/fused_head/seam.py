@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from ...models.modules import forward_slot
 from ...models.outputs import fused_output_class
 from ...models.packing import IGNORE_INDEX, aligned_targets
 from ...models.sharding import active_shard
-from ...models.spec import Anatomy, describe
+from ...models.spec import Anatomy, describe, find_head, head_leaves
 from ...ops.linear_cross_entropy import linear_cross_entropy
 from ..trl_head import TrlHead, find_trl_head
 from .frame import Frame, check_temperature, frames_of, is_list_of_rows, kept_already, kept_rows, kept_temperature, token_loss
@@ -44,7 +45,8 @@ class Seam:
         self.what = describe(parts.model)
         self.frames = frames_of.setdefault(parts.model, [])
         self.head_places = tuple(forward_slot(leaf, "").place for leaf in parts.head_leaves)
-        self.pass_through = 0
+        self.model = weakref.ref(parts.model)
+        self.decoding: set[int] = set()  # threads inside generate(), where logits are wanted
         self.proved = False
         self.trl: TrlHead | None = None
         signature = signature_of(type(parts.model).forward)
@@ -53,7 +55,7 @@ class Seam:
 
     # ------------------------------------------------------------------------------------------------- the model
     def model_forward(self, prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self.pass_through or not self._in_charge():
+        if self._decodes() or not self._in_charge():
             return prior(*args, **kwargs)
         if len(args) > len(self.positional):
             raise TypeError(f"{self.what} takes at most {len(self.positional)} positional arguments, got {len(args)}")
@@ -124,6 +126,19 @@ class Seam:
         """Called with the forward that the model's edit is built on."""
         self.trl = find_trl_head(prior)
 
+    def _decodes(self) -> bool:
+        return bool(self.decoding) and (torch.compiler.is_dynamo_compiling() or threading.get_ident() in self.decoding)
+
+    def _refuse_stale(self, head: nn.Module) -> None:
+        """Somebody has put another head around the one that was patched (an adapter, say): its sum would be wrong."""
+        model = None if torch.compiler.is_dynamo_compiling() else self.model()
+        now = None if model is None else find_head(model)
+        if now is not None and not any(leaf is head for leaf in head_leaves(now)):
+            raise UnsupportedError(
+                f"fused_head: the head of {self.what} was replaced by a {type(now).__name__} while the scope was live; leave "
+                f"the scope and enter it again, so that it is planned for the new head"
+            )
+
     def _in_charge(self) -> bool:
         """False where somebody has kept this forward and calls it out of turn.
 
@@ -190,9 +205,10 @@ class Seam:
     def head_forward(
         self, prior: Callable[..., Any], module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        if self.pass_through or not self.frames:
+        if self._decodes() or not self.frames:
             return prior(hidden_states, *args, **kwargs)
         frame = self.frames[-1]
+        self._refuse_stale(module)
         if any(extra is not None for extra in (*args, *kwargs.values())):
             names = ", ".join([*(type(extra).__name__ for extra in args), *kwargs])
             raise UnsupportedError(
@@ -262,11 +278,27 @@ class Seam:
         return packed
 
     # ------------------------------------------------------------------------------------------------- loss, generate
-    def loss_function(self, prior: Any) -> Callable[..., Any]:
+    def loss_function(self, own: Any) -> Callable[..., Any]:
+        """`own` is the model's loss function without us."""
+        name = getattr(own, "__qualname__", type(own).__name__)
+
         def fused_loss_function(
             logits: Any, labels: Any = None, vocab_size: Any = None, num_items_in_batch: Any = None, **kwargs: Any
         ) -> Tensor:
-            frame = self.frames[-1]
+            frames = self.frames
+            if not frames or not frames[-1].ran or self._decodes():
+                # Logits came past the patched forward (a forward that somebody kept, a decoding step).
+                loss: Tensor = own(
+                    logits=logits, labels=labels, vocab_size=vocab_size, num_items_in_batch=num_items_in_batch, **kwargs
+                )
+                return loss
+            if name != "ForCausalLMLoss":
+                raise UnsupportedError(
+                    f"fused_head: {self.what} has a loss function of its own, {name}, which needs logits. Call the model "
+                    f"without labels= (shift_labels= says what to score) and make the loss from out.log_probs, or leave out "
+                    f"`fused`"
+                )
+            frame = frames[-1]
             self._receive(frame, logits)
             return token_loss(frame, num_items_in_batch)
 
@@ -274,11 +306,14 @@ class Seam:
 
     def generate(self, prior: Callable[..., Any]) -> Callable[..., Any]:
         def fused_generate(*args: Any, **kwargs: Any) -> Any:
-            self.pass_through += 1
+            me = threading.get_ident()
+            if me in self.decoding:
+                return prior(*args, **kwargs)
+            self.decoding.add(me)
             try:
                 return prior(*args, **kwargs)
             finally:
-                self.pass_through -= 1
+                self.decoding.discard(me)
 
         fused_generate.__doc__ = prior.__doc__
         signature = signature_of(prior)
