@@ -66,8 +66,8 @@ class Seam:
         self.generating = 0
         self.positional = bind_positional(type(model).forward)
         # Index arithmetic on values has no place in a graph, and attention would be compiled anew for every layout.
-        self.pack, self.attend = opaque(pack), opaque(attend)
-        self.prepare, self.finish = opaque(self._prepare), opaque(self._finish)
+        self.pack, self.prepare, self.finish = opaque(self._pack), opaque(self._prepare), opaque(self._finish)
+        self.attend = opaque(attend)
 
     def model_forward(self, prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.generating:
@@ -78,14 +78,9 @@ class Seam:
         group_ids, grouper = kwargs.pop("group_ids", None), kwargs.pop("prefix_grouper", None)
         if group_ids is None and grouper is None and not self._worth_a_look(kwargs):
             return prior(**kwargs)
-        try:
-            batch = self.pack(module, kwargs, group_ids, grouper, self.what)
-        except BaseException:
-            self.grouped.calls += 1  # an answer too: the audit must not add that nothing came of the call
-            raise
+        batch = self.pack(module, kwargs, group_ids, grouper)
         if batch is None:
             return prior(**kwargs)
-        self.grouped.calls += 1
         prepared = self.prepare(fused_below(prior), kwargs, batch)
         return self.finish(module, prior(**prepared.inner), kwargs, prepared)
 
@@ -116,6 +111,16 @@ class Seam:
         )
 
     # ------------------------------------------------------------------------------------------------- running
+    def _pack(self, module: nn.Module, kwargs: dict[str, Any], group_ids: Any, grouper: Any) -> Batch | None:
+        try:
+            batch = pack(module, kwargs, group_ids, grouper, self.what)
+        except BaseException:
+            self.grouped.calls += 1  # an answer too: the audit must not add that nothing came of the call
+            raise
+        if batch is not None:
+            self.grouped.calls += 1
+        return batch
+
     def _prepare(self, fused: fused_head.Seam | None, kwargs: dict[str, Any], batch: Batch) -> Prepared:
         """The inner call's arguments, and what its results have to go through."""
         packing = batch.packing
