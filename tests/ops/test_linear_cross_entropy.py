@@ -329,7 +329,11 @@ def test_a_label_out_of_range_is_an_error(bad):
     y = torch.tensor([0, bad, -100])
     with pytest.raises(LabelOutOfRangeError, match="1 of 3") as caught:
         linear_cross_entropy(torch.randn(3, 8), torch.randn(9, 8), y)
-    assert isinstance(caught.value, (ValueError, IndexError))
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, IndexError)
+    ids = torch.tensor([[0, 1], [bad, 2], [bad, bad]])  # the last row is ignored
+    with pytest.raises(LabelOutOfRangeError, match="topk_ids: 1 of 6"):
+        linear_cross_entropy(torch.randn(3, 8), torch.randn(9, 8), torch.tensor([0, 1, -100]), topk_ids=ids)
 
 
 def test_second_order_gradients_are_refused():

@@ -182,6 +182,9 @@ def test_a_label_out_of_range_is_not_a_number(bad):
         backend="triton",
     )
     assert out.log_probs.isnan().tolist() == [False, True, False]
+    ids = torch.tensor([[0, 1], [bad, 2], [bad, bad]])
+    out = linear_cross_entropy(torch.randn(3, 8), torch.randn(9, 8), torch.tensor([0, 1, -100]), topk_ids=ids, backend="triton")
+    assert out.topk_log_probs.isnan().tolist() == [[False, False], [True, False], [False, False]]
 
 
 def test_a_nan_in_the_hidden_states_shows(route):

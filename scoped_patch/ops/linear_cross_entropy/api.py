@@ -106,8 +106,8 @@ def linear_cross_entropy(
         LinearCrossEntropyOutput: its fields have the labels' shape.
 
     Raises:
-        LabelOutOfRangeError: (a ValueError and IndexError) a label is outside [0, V) and not `ignore_index`. The triton
-            backend does not wait for the device to find that out: its log-probability is NaN there.
+        LabelOutOfRangeError: (a ValueError and IndexError) a label is outside [0, V) and not `ignore_index`, or a chosen
+            id is. The triton backend does not wait for the device to find that out: its log-probability is NaN there.
         ValueError, TypeError: a bad argument; fp8 weights; a temperature tensor below fp32.
         UnsupportedError: (a NotImplementedError) triton was asked for where it cannot run; a DTensor weight that cannot
             be told to be tensor-parallel.

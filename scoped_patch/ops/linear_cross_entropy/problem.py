@@ -106,17 +106,20 @@ def spread(values: Tensor, index: Tensor | None, total: int) -> Tensor:
     return full
 
 
-def check_labels(labels: Tensor, head: Head) -> None:
-    """Raise where a label is out of range. Reads the device."""
-    valid = labels != head.ignore_index
-    bad = valid & ((labels < 0) | (labels >= head.vocab_size))
-    if bool(bad.any()):
-        where = int(bad.nonzero()[0])
-        raise LabelOutOfRangeError(
-            f"labels: {int(bad.sum())} of {labels.numel()} are out of range, the first is {int(labels[where])} at flat "
-            f"position {where}; they must lie in [0, {head.vocab_size}) (the rows of weight) or be "
-            f"ignore_index={head.ignore_index}"
-        )
+def check_labels(labels: Tensor, head: Head, topk_ids: Tensor | None = None) -> None:
+    """Raise where a label, or a chosen id of a row that counts, is out of range. Reads the device."""
+    real = labels != head.ignore_index
+    for name, ids in (("labels", labels), ("topk_ids", topk_ids)):
+        if ids is None:
+            continue
+        bad = (real if ids.ndim == 1 else real[:, None]) & ((ids < 0) | (ids >= head.vocab_size))
+        if bool(bad.any()):
+            where = tuple(bad.nonzero()[0].tolist())
+            ignored = f" or be ignore_index={head.ignore_index}" if name == "labels" else ""
+            raise LabelOutOfRangeError(
+                f"{name}: {int(bad.sum())} of {ids.numel()} are out of range, the first is {int(ids[where])} at flat "
+                f"position {where[0]}; they must lie in [0, {head.vocab_size}) (the rows of weight){ignored}"
+            )
 
 
 def capturing(tensor: Tensor) -> bool:

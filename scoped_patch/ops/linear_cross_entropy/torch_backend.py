@@ -81,7 +81,7 @@ def run_forward(inputs: Inputs, settings: Settings, entropy: bool, sum_sq: bool,
     """The outputs. This backend keeps no logits: `kept` and `kept_tops` are handed on as they are."""
     head = settings.head(inputs)
     if not capturing(inputs.labels):
-        check_labels(inputs.labels, head)
+        check_labels(inputs.labels, head, inputs.topk_ids)
     rows = select(head, inputs, inputs.labels != head.ignore_index)
     topk = rows.take(inputs.topk_ids) if inputs.topk_ids is not None else None
     stats = _statistics(head, rows, settings.memory, entropy, sum_sq, topk)

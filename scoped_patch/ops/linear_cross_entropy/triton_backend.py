@@ -168,7 +168,11 @@ def run_forward(inputs: Inputs, settings: Settings, entropy: bool, sum_sq: bool,
         _fused(state, inputs.hidden, kept, kept_tops)
     elif total:
         _in_blocks(state, inputs, settings.memory)
-    topk = _chosen_logits(head, inputs) if inputs.topk_ids is not None else None
+    topk = None
+    if inputs.topk_ids is not None:
+        ids = inputs.topk_ids
+        # As with labels, nothing can be raised from here.
+        topk = _chosen_logits(head, inputs).masked_fill((ids < 0) | (ids >= head.vocab_size), math.nan)
     return state.outputs(inputs, topk, kept, kept_tops)
 
 
