@@ -10,10 +10,18 @@ from collections import ChainMap
 import pytest
 import wrapt
 
-from scoped_patch.engine import MISSING, ItemSlot, Scope, attribute_slot, item_slot, register_storage_finder
-from scoped_patch.engine import replace_attribute as replace
-from scoped_patch.engine import replace_item, wrap_call
-from scoped_patch.engine.attributes import _storage_finders
+from scoped_patch.engine import (
+    MISSING,
+    ItemSlot,
+    Scope,
+    attribute_slot,
+    attributes,
+    item_slot,
+    register_storage_finder,
+    replace_attribute,
+    replace_item,
+    wrap_call,
+)
 from scoped_patch.engine.errors import BadTargetError
 
 
@@ -99,7 +107,7 @@ def test_a_metaclass_with_a_property_of_that_name_is_where_the_value_is():
     class Configured(metaclass=Meta):
         _setting = "own"
 
-    with Scope(Configured, (replace(Configured, "setting", "patched"),)):
+    with Scope(Configured, (replace_attribute(Configured, "setting", "patched"),)):
         assert Configured.setting == "patched"
     assert Configured.setting == "own"
 
@@ -109,7 +117,7 @@ def test_name_and_doc_of_a_class():
         """Docs."""
 
     before = dict(Named.__dict__)
-    with Scope(Named, (replace(Named, "__name__", "Other"), replace(Named, "__doc__", "New."))):
+    with Scope(Named, (replace_attribute(Named, "__name__", "Other"), replace_attribute(Named, "__doc__", "New."))):
         assert (Named.__name__, Named.__doc__) == ("Other", "New.")
     assert (Named.__name__, Named.__doc__) == ("Named", "Docs.")
     assert dict(Named.__dict__) == before
@@ -126,7 +134,7 @@ def test_an_enum_class_has_methods_to_patch_and_members_that_refuse():
         assert Colour.RED.shout() == "RED!"
     assert Colour.RED.shout() == "RED"
     with pytest.raises(AttributeError, match="reassign"):
-        Scope(Colour, (replace(Colour, "RED", 2),)).apply()
+        Scope(Colour, (replace_attribute(Colour, "RED", 2),)).apply()
     assert Colour(1) is Colour.RED
 
 
@@ -136,7 +144,7 @@ def test_the_class_of_an_instance_can_be_swapped():
             return "other"
 
     thing = Thing()
-    with Scope(thing, (replace(thing, "__class__", Other),)):
+    with Scope(thing, (replace_attribute(thing, "__class__", Other),)):
         assert thing.method() == "other"
     assert type(thing) is Thing
 
@@ -150,7 +158,7 @@ def test_a_wrapt_proxy_stands_for_what_it_wraps():
     thing, holder = Thing(), WithProperty()
     assert attribute_slot(wrapt.ObjectProxy(thing), "method").place == attribute_slot(thing, "method").place
     assert attribute_slot(wrapt.ObjectProxy(Thing), "method").place == attribute_slot(Thing, "method").place
-    with Scope(None, (replace(wrapt.ObjectProxy(holder), "x", 5),)):
+    with Scope(None, (replace_attribute(wrapt.ObjectProxy(holder), "x", 5),)):
         assert holder.x == 5
     assert holder.__dict__ == {}
     with pytest.raises(BadTargetError, match="wrapt proxy"):
@@ -169,7 +177,7 @@ def test_an_object_that_lies_about_its_class_is_taken_for_what_it_is():
 
     liar = Liar()
     liar.x = 1
-    with Scope(liar, (replace(liar, "x", 2),)):
+    with Scope(liar, (replace_attribute(liar, "x", 2),)):
         assert liar.x == 2
     assert liar.x == 1
 
@@ -190,19 +198,16 @@ class Holder:
 
 @pytest.fixture
 def finder(monkeypatch):
-    monkeypatch.setattr("scoped_patch.engine.attributes._storage_finders", list(_storage_finders))
+    monkeypatch.setattr(attributes, "_storage_finders", list(attributes._storage_finders))
 
     def find(owner, name):
         if isinstance(owner, Holder) and name in owner.children:
             return owner.children
         return None
 
-    from scoped_patch.engine import attributes
-
-    attributes.register_storage_finder(find)
-    attributes.register_storage_finder(find)
+    register_storage_finder(find)
+    register_storage_finder(find)
     assert attributes._storage_finders.count(find) == 1
-    return register_storage_finder
 
 
 def test_a_registered_storage_is_found_and_keeps_its_order(finder):
@@ -210,10 +215,10 @@ def test_a_registered_storage_is_found_and_keeps_its_order(finder):
     slot = attribute_slot(holder, "b")
     assert isinstance(slot, ItemSlot)
     assert slot.mapping is holder.children
-    with Scope(holder, (replace(holder, "b", 20),)):
+    with Scope(holder, (replace_attribute(holder, "b", 20),)):
         assert holder.b == 20
         assert list(holder.children) == ["a", "b", "c"]
-    with Scope(holder, (replace(holder, "b", MISSING),)):
+    with Scope(holder, (replace_attribute(holder, "b", MISSING),)):
         assert not hasattr(holder, "b")
     assert holder.children == {"a": 1, "b": 2, "c": 3}
     assert list(holder.children) == ["a", "b", "c"]

@@ -5,6 +5,7 @@ A tracer raises KeyboardInterrupt at the n-th line that runs in `scoped_patch/en
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -147,10 +148,8 @@ def out_of_order(world: World, scope: Scope[Any], interrupter: Interrupter) -> N
     )
     outer, inner = scope.apply(), other.apply()
     with interrupter:
-        try:
+        with contextlib.suppress(Exception):
             outer.restore()
-        except Exception:
-            pass
         inner.restore()
 
 

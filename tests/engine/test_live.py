@@ -6,7 +6,18 @@ import types
 
 import pytest
 
-from scoped_patch.engine import LIVE, MISSING, Edit, EditPatch, ItemSlot, Scope, assert_clean, attribute_slot, is_live, wrap_call
+from scoped_patch.engine import (
+    LIVE,
+    MISSING,
+    Edit,
+    EditPatch,
+    ItemSlot,
+    Scope,
+    assert_clean,
+    attribute_slot,
+    is_live,
+    wrap_call,
+)
 from scoped_patch.engine.errors import ConflictError, ForeignOverwriteError, OutOfOrderExit, PatchErrorGroup
 
 
@@ -153,7 +164,7 @@ def test_a_foreign_change_between_two_scopes(policy, slot, table):
     inner.restore()
     assert table["x"] == "theirs"
     if policy == "error":
-        with pytest.raises(ForeignOverwriteError, match="found 'theirs'.*put back to 'x'"):
+        with pytest.raises(ForeignOverwriteError, match=r"found 'theirs'.*put back to 'x'"):
             outer.restore()
     else:
         outer.restore()

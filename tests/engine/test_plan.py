@@ -71,7 +71,9 @@ def test_nested_scopes_reuse_what_they_made():
 def test_all_conflicts_are_named_together_with_both_parties():
     table = {"a": 1, "b": 2}
     edits = {
-        (name, key): Edit(ItemSlot(table, key, f"table.{key}"), lambda prior: 0, "replace") for name in ("p", "q") for key in "ab"
+        (name, key): Edit(ItemSlot(table, key, f"table.{key}"), lambda prior: 0, "replace")
+        for name in ("p", "q")
+        for key in "ab"
     }
     scope = Scope(None, tuple(patch(name, edits[name, "a"], edits[name, "b"]) for name in ("p", "q")))
     with pytest.raises(PatchErrorGroup) as caught:
@@ -305,7 +307,8 @@ def test_one_hook_serves_many_entries_and_a_module_that_is_imported_again(lazy, 
 def test_a_late_module_is_patched_for_every_live_scope_in_order(lazy):
     name = lazy("sp_two_scopes", "def answer():\n    return ''\n")
     one, two = (
-        Scope(None, (wrap_call(f"{name}:answer", lambda original, text=text: original() + text, when="imported"),)) for text in "12"
+        Scope(None, (wrap_call(f"{name}:answer", lambda original, text=text: original() + text, when="imported"),))
+        for text in "12"
     )
     with one, two:
         module = __import__(name)
@@ -315,7 +318,10 @@ def test_a_late_module_is_patched_for_every_live_scope_in_order(lazy):
 
 def test_a_late_module_without_the_symbol_fails_the_import_that_calls_for_it(lazy):
     name = lazy("sp_without", "def other():\n    return 1\n")
-    with Scope(None, (wrap_call(f"{name}:answer", plus_one, when="imported"),)), pytest.raises(TargetError, match="no 'answer'"):
+    with (
+        Scope(None, (wrap_call(f"{name}:answer", plus_one, when="imported"),)),
+        pytest.raises(TargetError, match="no 'answer'"),
+    ):
         __import__(name)
     assert __import__(name).other() == 1
 

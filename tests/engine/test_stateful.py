@@ -294,7 +294,9 @@ class Program(RuleBasedStateMachine):
         for what, then in self.before.items():
             now = after[what]
             name = what.removesuffix("{}")
-            if name in changed or any(label.startswith(f"{name}.") or self.world.storage_of(label) == name for label in changed):
+            if name in changed or any(
+                label.startswith(f"{name}.") or self.world.storage_of(label) == name for label in changed
+            ):
                 continue  # somebody else changed it last; the values were compared above
             if name in self.touched or name in self.deleting:
                 now, then = sorted(now, key=repr), sorted(then, key=repr)
