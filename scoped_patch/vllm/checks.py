@@ -43,7 +43,7 @@ def check_values(staged: Staged) -> None:
     good = values.isfinite()
     if name.endswith("global_scale"):
         good &= values != 0
-    if not bool(good.all()):
+    if not good.all():
         for weight, boxes in staged.sources.items():
             if any(not bool(good[tuple(slice(*span) for span in box)].all()) for box in boxes):
                 raise RejectedWeight(weight, "non-finite", f"{weight}: holds NaN, infinity or a zero global scale")

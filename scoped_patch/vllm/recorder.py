@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,21 +47,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live = live
         self._on_write = on_write
         self._redirect = redirect
-        self._paused = False
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Lets a commit through, which writes to live tensors on purpose."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         places = _written_arguments(func)
-        if self._paused or not places:
+        if not places:
             return func(*args, **kwargs)
         for place in places:
             target = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None

@@ -289,7 +289,7 @@ class WeightUpdate:
 
     @property
     def scales_digest(self) -> str:
-        """A digest of the global scales that arrived: equal on every rank of a tensor-parallel engine."""
+        """A digest of the global scales that arrived, with `digest=True`: equal on every rank of an engine."""
         return self._source.scales.hexdigest()
 
     @property

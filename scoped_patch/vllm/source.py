@@ -50,10 +50,10 @@ class Source:
             self.current = name
             self.seen.add(name)
             self.nbytes += tensor.nbytes
-            if name.endswith("global_scale"):
-                self.scales.add(name, tensor)
             if self.digest is not None:
                 self.digest.add(name, tensor)
+                if name.endswith("global_scale"):
+                    self.scales.add(name, tensor)
             if tensor.device.type != "cpu":
                 self.on_device.add(tensor.device)
             start = tensor.data_ptr()

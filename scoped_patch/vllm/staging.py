@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..engine.errors import ScopedPatchError
 from .checks import check_use, check_values
@@ -67,7 +68,7 @@ class StagedModel:
     # ------------------------------------------------------------------------------------------------- loading
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Run the model's own `load_weights` on the shadow."""
-        with torch.no_grad(), self.site.context(), self._recorder:
+        with torch.no_grad(), self.site.context(on_device=False), self._recorder:
             self.shadow.root.load_weights(weights)  # type: ignore[operator]
         self._process_complete(None)
 
@@ -145,26 +146,30 @@ class StagedModel:
 
     def _materialise(self, staged: Staged) -> torch.Tensor:
         if staged.real is None:
-            layer, name = staged.owners[0]
-            template = staged.placeholder
-            real = torch.empty_strided(
-                template.shape, template.stride(), dtype=template.dtype, device=self.site.device_of(layer.live)
-            )
-            loader = template.weight_loader  # type: ignore[attr-defined]
-            dress(real, template, layer.shadow)
-            real.weight_loader = loader  # type: ignore[attr-defined]
-            if real.dim() < 3 and real.numel() <= 4096:
-                # Some loaders compare a scale with what is there before they write it; created scales start from 1.
-                real.data.fill_(1)
-            if self.carry and staged.carried is not None:
-                real.data.copy_(staged.carried)
-            elif staged.optional and any(k.__name__ == "BaseKVCacheMethod" for k in type(layer.method).__mro__):
-                self._default(layer, name, real)
-            staged.real = real
-            self._reals[storage_key(real)] = staged
+            with _disable_current_modes():
+                staged.real = self._allocate(staged)
+            self._reals[storage_key(staged.real)] = staged
             for owner, attribute in staged.owners:
-                owner.shadow._parameters[attribute] = real  # type: ignore[assignment]
+                owner.shadow._parameters[attribute] = staged.real  # type: ignore[assignment]
         return staged.real
+
+    def _allocate(self, staged: Staged) -> torch.Tensor:
+        layer, name = staged.owners[0]
+        template = staged.placeholder
+        real = torch.empty_strided(
+            template.shape, template.stride(), dtype=template.dtype, device=self.site.device_of(layer.live)
+        )
+        loader = template.weight_loader  # type: ignore[attr-defined]
+        dress(real, template, layer.shadow)
+        real.weight_loader = loader  # type: ignore[attr-defined]
+        if real.dim() < 3 and real.numel() <= 4096:
+            # Some loaders compare a scale with what is there before they write it; created scales start from 1.
+            real.data.fill_(1)
+        if self.carry and staged.carried is not None:
+            real.data.copy_(staged.carried)
+        elif staged.optional and any(k.__name__ == "BaseKVCacheMethod" for k in type(layer.method).__mro__):
+            self._default(layer, name, real)
+        return real
 
     def _default(self, layer: ShadowLayer, name: str, real: torch.Tensor) -> None:
         """What the quantisation method itself starts this parameter from (KV-cache scales: a "not loaded" mark)."""
@@ -183,7 +188,8 @@ class StagedModel:
             if layer.touched and not layer.processed:
                 group = _tied_group(layer)
                 if all(map(self._ready, group)):
-                    self._process(group)
+                    with _disable_current_modes():
+                        self._process(group)
 
     def _ready(self, layer: ShadowLayer) -> bool:
         if is_attention(layer.live):
@@ -199,11 +205,10 @@ class StagedModel:
                 if staged.real is None and staged.optional is not None:
                     self._supply(layer, name, staged)
             layer.processed = True
-            with torch.no_grad(), self.site.context(), self._recorder.paused(), Recorder(self._live):
+            with torch.no_grad(), self.site.context(), Recorder(self._live):
                 self._run_processing(layer)
             results.append((layer, processed_state(layer, self.shadow.tree)))
-        with self._recorder.paused():
-            self.on_complete(results)
+        self.on_complete(results)
 
     def _run_processing(self, layer: ShadowLayer) -> None:
         shadow: Any = layer.shadow

@@ -65,14 +65,15 @@ class Site:
         return self._devices[id(layer)]
 
     @contextlib.contextmanager
-    def context(self) -> Iterator[None]:
-        """What vLLM's own loading runs under: its config, the device, the model's dtype as default."""
+    def context(self, on_device: bool = True) -> Iterator[None]:
+        """What vLLM's own processing runs under: its config, the device, the model's dtype as default."""
         with contextlib.ExitStack() as stack:
             if self.config is not None:
                 from vllm.config import set_current_vllm_config
 
                 stack.enter_context(set_current_vllm_config(self.config))
-            stack.enter_context(self.device)
+            if on_device and self.device.type != "cpu":
+                stack.enter_context(self.device)
             before = torch.get_default_dtype()
             stack.callback(torch.set_default_dtype, before)
             torch.set_default_dtype(self.dtype)

@@ -63,6 +63,9 @@ class Seam:
             return self._finish(out, shard, kwargs)
 
     def _group(self) -> dist.ProcessGroup | None:
+        if torch.compiler.is_dynamo_compiling():
+            # A graph can neither make a group nor note it. One that was made before is there.
+            return self.patch.in_use[0] if self.patch.in_use else resolve(self.patch.group)
         group = resolve(self.patch.group)
         self.patch.in_use[:] = [group] if group is not None else []
         return group

@@ -113,8 +113,8 @@ def quantize(state: State, scheme: str) -> State:
     return out
 
 
-def quantize_shapes(cfg: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Names, shapes and dtypes of a dense W4A16 state, without making it."""
+def quantize_shapes(cfg: dict[str, Any], scheme: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Names, shapes and dtypes of a dense quantised state, without making it."""
     hidden, inner, dim = cfg["hidden_size"], cfg["intermediate_size"], cfg["head_dim"]
     heads, kv = cfg["num_attention_heads"] * dim, cfg["num_key_value_heads"] * dim
     plain = torch.bfloat16
@@ -135,6 +135,8 @@ def quantize_shapes(cfg: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], tor
             out[at + name + ".weight_packed"] = ((rows, columns // 2), torch.uint8)
             out[at + name + ".weight_scale"] = ((rows, columns // 16), torch.float8_e4m3fn)
             out[at + name + ".weight_global_scale"] = ((1,), torch.float32)
+            if scheme == "w4a4":
+                out[at + name + ".input_global_scale"] = ((1,), torch.float32)
     out["model.norm.weight"] = ((hidden,), plain)
     out["lm_head.weight"] = ((cfg["vocab_size"], hidden), plain)
     return out
