@@ -1,4 +1,4 @@
-"""Every Python block of the docs runs, in order, one namespace a page."""
+"""Every ```python block of the docs runs, in order, one namespace a page. What needs an engine or a GPU is marked ```py."""
 
 from __future__ import annotations
 
