@@ -18,6 +18,11 @@ from tests.support.ranks import spawn
 pytest.importorskip("triton", reason="the Triton backend needs triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip(
+        "no GPU, and not in Triton's interpreter: test_linear_cross_entropy_interpreter.py runs these in a process of its own",
+        allow_module_level=True,
+    )
 # The tiles of the fused route take half precision; the interpreter, which cannot do bf16 products, lets fp32 through.
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 FUSED_DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -33,15 +38,9 @@ def _device():
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    """Decorated while TRITON_INTERPRET=1, the kernels run on the CPU. The variable does not stay."""
-    if DEVICE == "cpu":
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "1")
-            from scoped_patch.ops.linear_cross_entropy import kernels
-        if not kernels.INTERPRETED or os.environ.get("TRITON_INTERPRET") != "1":
-            pytest.skip("no GPU, and triton was imported without TRITON_INTERPRET=1; see test_..._interpreter.py")
-    else:
-        from scoped_patch.ops.linear_cross_entropy import kernels
+    from scoped_patch.ops.linear_cross_entropy import kernels
+
+    assert (DEVICE == "cpu") == kernels.INTERPRETED
     return kernels
 
 
