@@ -413,7 +413,7 @@ def bench_attention(device: torch.device, shapes: list[Shape], groups: int, repe
             f"  {shape}: repeated {1000 * base.seconds:.2f} ms, ceiling {shape.attention_ceiling:.2f}x, auto is {line['auto']}"
         )
         del rows, row_grad
-        for backend in ("flash", "flex"):
+        for backend in ("flash", "cudnn", "flex"):
             shared = functools.partial(with_gradients, inputs, layout, backend, grad)
 
             try:
@@ -455,9 +455,14 @@ def main() -> None:
     parser.add_argument("--backends", nargs="*", help="attention backends of the shared side")
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations of the large shape")
+    parser.add_argument("--flash", help="a flash implementation to activate in torch, such as FA4 (torch.nn.attention)")
     parser.add_argument("--out", help="write the numbers as JSON")
     options = parser.parse_args()
     device = torch.device(options.device)
+    if options.flash:
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl(options.flash)
     options.repeats = options.repeats or (10 if device.type == "cuda" else 1)
     results: dict[str, Any] = {"torch": torch.__version__, "device": str(device), "models": [], "attention": []}
     if device.type == "cuda":
@@ -473,7 +478,7 @@ def main() -> None:
         shapes = [Shape(*map(int, one.split(","))) for one in options.shapes] if options.shapes else default
         if options.small:
             shapes = [Shape(64, 16)]
-        options.backends = options.backends or (["auto", "flash", "flex"] if device.type == "cuda" else ["auto"])
+        options.backends = options.backends or (["auto", "cudnn", "flex"] if device.type == "cuda" else ["auto"])
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         if device.type == "cuda" or options.small:
             model = qwen3(device, dtype, options.small)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scoped_patch.ops.prefix_attention import Block, PrefixLayout, choose_backend, prefix_attention
+from scoped_patch.ops.prefix_attention import Block, PrefixLayout, choose_backend, cudnn, prefix_attention
 from scoped_patch.ops.prefix_attention.api import _PrefixAttention
 from scoped_patch.ops.prefix_attention.flex import attend, block_mask
 from scoped_patch.ops.prefix_attention.kernels import CpuKernel, Score
@@ -285,6 +285,7 @@ def test_arguments_that_do_not_fit():
         ((q, k, v), {"backend": "fast"}, ValueError, "backend must be one of 'auto'"),
         ((q, k, v), {"backend": "flash"}, ValueError, "the tensors are on cpu, it needs cuda"),
         ((q, k, v), {"backend": "flex"}, ValueError, "the tensors are on cpu"),
+        ((q, k, v), {"backend": "cudnn"}, ValueError, "the tensors are on cpu, it needs cuda"),
     ]
     for given, options, kind, message in cases:
         with pytest.raises(kind, match=message):
@@ -325,6 +326,80 @@ def test_block_mask_names_only_blocks_with_something_to_see(window):
         full[row, mask.full_kv_indices[0, 0, row, :count].long()] = True
     assert torch.equal(full, tiles.all(-1))
     assert full.any() == (window is None)
+
+
+class StandInForCudnn:
+    """What cuDNN's attention takes and gives, in plain products: views of any strides, and normalisers [B, H, n, 1]."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def _scaled_dot_product_cudnn_attention(
+        self, q, k, v, attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask, *, scale
+    ):
+        assert (attn_bias, compute_log_sumexp, dropout_p, return_debug_mask) == (None, True, 0.0, False)
+        self.shapes.append((q.shape[0], q.shape[2], k.shape[2]))
+        scores = self.scores(q, k, is_causal, scale)
+        norm = scores.logsumexp(-1, keepdim=True)
+        out = torch.exp(scores - norm) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+        state = torch.zeros((), dtype=torch.int64)
+        return out, norm.float(), None, None, q.shape[2], k.shape[2], state, state, None
+
+    def _scaled_dot_product_cudnn_attention_backward(
+        self, grad, q, k, v, out, norm, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, *, scale
+    ):
+        assert (max_q, max_k) == (q.shape[2], k.shape[2])
+        assert norm.shape == (*q.shape[:3], 1)
+        assert norm.is_contiguous()
+        assert seed.dtype == offset.dtype == torch.int64
+        share, (b, kv, m, size) = q.shape[1] // k.shape[1], k.shape
+        ks, vs = (x.repeat_interleave(share, 1) for x in (k, v))
+        p = torch.exp(self.scores(q, k, is_causal, scale) - norm)
+        ds = p * (grad @ vs.mT - (grad * out).sum(-1, keepdim=True)) * scale
+        grouped = (x.view(b, kv, share, m, size).sum(2) for x in (ds.mT @ q, p.mT @ grad))
+        return ds @ ks, *grouped
+
+    @staticmethod
+    def scores(q, k, is_causal, scale):
+        scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
+        return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf")) if is_causal else scores
+
+
+@pytest.fixture
+def cudnn_stand_in(monkeypatch):
+    stand_in = StandInForCudnn()
+    monkeypatch.setattr("scoped_patch.ops.prefix_attention.cudnn._aten", stand_in)
+    monkeypatch.setattr("scoped_patch.ops.prefix_attention.cudnn.cudnn_problem", lambda *_: None)
+    return stand_in
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    "layout",
+    [*LAYOUTS.values(), PrefixLayout([3, 3, 3, 3], [[2, 2], [], [2, 2], [4]]), PrefixLayout([5, 5], [[4, 3], [2, 5]])],
+    ids=[*LAYOUTS, "equal groups, one without responses", "equal sums"],
+)
+def test_calls_made_of_cudnn(cudnn_stand_in, layout, sinks):
+    """The runs that calls are made of, and their merging, with a stand-in for the kernel; that itself needs a GPU."""
+    assert_same(layout, tensors(layout, sinks=sinks), 1e-6, "cudnn")
+
+
+def test_equal_segments_and_equal_groups_share_a_call(cudnn_stand_in):
+    layout = PrefixLayout([7, 7, 4], [[3, 3], [2, 4], [5]])
+    assert_same(layout, tensors(layout), 1e-6, "cudnn")
+    # (how many, rows, keys): prefixes, responses, then groups whose 6 rows see 7 keys, and the one of 5 rows and 4 keys
+    assert cudnn_stand_in.shapes == [(2, 7, 7), (1, 4, 4), (2, 3, 3), (1, 2, 2), (1, 4, 4), (1, 5, 5), (2, 6, 7), (1, 5, 4)]
+
+
+def test_torch_takes_the_arguments_given_to_cudnn():
+    """On meta tensors: names, order and kinds of arguments fit this torch's operators."""
+    layout = PrefixLayout([3, 3], [[2, 2], [1, 3]])
+    shapes = ((layout.tokens, 4, 8), (layout.tokens, 2, 8), (layout.tokens, 2, 8))
+    q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    out, norm, *states = cudnn.forward(q, k, v, None, layout, 1.0)
+    assert (out.shape, norm.shape) == (q.shape, (4, layout.tokens))
+    found = cudnn.backward(out, q, k, v, out, norm, tuple(states), layout, 1.0)
+    assert [x.shape for x in found] == list(shapes)
 
 
 def test_merging_two_partial_softmaxes():

@@ -51,8 +51,9 @@ def assert_close_to_plain(layout, dtype, tolerance, backend, sinks=False, **opti
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_flash(layout, dtype, sinks):
-    assert_close_to_plain(layout, dtype, 8e-3 if dtype == torch.bfloat16 else 1e-3, "flash", sinks)
+@pytest.mark.parametrize("backend", ["flash", "cudnn"])
+def test_merged_calls(layout, dtype, sinks, backend):
+    assert_close_to_plain(layout, dtype, 8e-3 if dtype == torch.bfloat16 else 1e-3, backend, sinks)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 40}, {"softcap": 3.0}, {"window": 150, "softcap": 5.0}], ids=str)
@@ -80,11 +81,10 @@ def test_flash_copies_no_keys():
     assert forward < 4 * out.numel() * out.element_size() < repeated_keys
 
 
-def test_choice_by_shape():
-    long, short = PrefixLayout([64], [[1024, 1100]]), PrefixLayout([2048], [[128] * 8])
+def test_choice():
+    long = PrefixLayout([64], [[1024, 1100]])
     query, _, value = tensors(long, torch.bfloat16)
     assert choose_backend(query, value, long, Score(1.0)) == "flash"
-    assert choose_backend(query, value, short, Score(1.0)) == "flex"
     assert choose_backend(query, value, long, Score(1.0, window=7)) == "flex"
     assert choose_backend(query.float(), value.float(), long, Score(1.0)) == "flex"
     assert choose_backend(query.double(), value.double(), long, Score(1.0)) == "plain"

@@ -35,7 +35,7 @@ def test_float32(name):
     assert worst_difference(left, right) < 5e-3
 
 
-@pytest.mark.parametrize("backend", ["flash", "flex", "plain"])
+@pytest.mark.parametrize("backend", ["flash", "cudnn", "flex", "plain"])
 def test_bfloat16(backend):
     """No further from float32 than the unpatched model in bfloat16 is, but for a margin."""
     groups = on_gpu(text_groups((40, 3), ((20, 33, 7), (9, 15)), side="left"))

@@ -8,15 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import blockwise, flash, flex
+from . import blockwise, cudnn, flash, flex
 from .kernels import CpuKernel, Kernel, PlainKernel, Score
 from .layout import PrefixLayout
 
-Backend = Literal["auto", "blockwise", "plain", "flash", "flex"]
-BACKENDS = ("auto", "blockwise", "plain", "flash", "flex")
-
-#: mean response length from which two flash calls beat one FlexAttention call
-FLASH_FROM = 1024
+Backend = Literal["auto", "blockwise", "plain", "flash", "flex", "cudnn"]
+BACKENDS = ("auto", "blockwise", "plain", "flash", "flex", "cudnn")
 
 
 def prefix_attention(
@@ -45,9 +42,14 @@ def prefix_attention(
         window: a query sees this many positions of its own sequence, its own included; None for all.
         softcap: `softcap * tanh(score / softcap)`.
         sinks: [H]; a score per head that takes its share of every softmax and gives nothing.
-        backend: `"flash"` (two variable-length calls merged by log-sum-exp; CUDA, 16 bits), `"flex"` (one FlexAttention
-            call; CUDA), `"blockwise"` (a kernel call per segment; torch's CPU kernel where it fits, else plain products),
-            `"plain"` (blockwise, plain products), or `"auto"`.
+        backend: which kernels compute it.
+
+            - `"flash"`: two variable-length flash calls, merged by log-sum-exp; CUDA, 16 bits
+            - `"flex"`: one FlexAttention call; CUDA
+            - `"cudnn"`: cuDNN's calls, merged likewise; CUDA, 16 bits. Not yet run on a GPU
+            - `"blockwise"`: a kernel call per segment; torch's CPU kernel where it fits, else plain products
+            - `"plain"`: blockwise, plain products
+            - `"auto"`: flash, else flex, on CUDA; blockwise elsewhere
 
     Returns:
         [1, H, N, Dv], of the query's dtype. Differentiable once, in query, key, value and sinks. Sums run in fp32 (fp64 for
@@ -80,14 +82,13 @@ def choose_backend(query: Tensor, value: Tensor, layout: PrefixLayout, how: Scor
     problems = {
         "flash": flash.flash_problem(query, value, how.softcap, how.window),
         "flex": flex.flex_problem(query, value),
+        "cudnn": cudnn.cudnn_problem(query, value, how.softcap, how.window),
     }
     if backend == "auto":
         if query.device.type != "cuda":
             return "blockwise"
         if problems["flash"] is None:
-            responses = sum(map(len, layout.response_lengths))
-            short = layout.tokens - layout.prefix_tokens < FLASH_FROM * responses
-            return "flex" if short and problems["flex"] is None else "flash"
+            return "flash"
         return "flex" if problems["flex"] is None else "plain"
     problem = problems.get(backend)
     if problem is not None:
@@ -110,24 +111,33 @@ class _PrefixAttention(torch.autograd.Function):
         backend: str,
     ) -> Tensor:
         q, k, v = query[0], key[0], value[0]
+        states: list[Tensor] = []
         if backend == "flash":
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
             out, norm = flash.forward(q, k, v, sinks, layout, how.scale)
             out = out.transpose(0, 1)
+        elif backend == "cudnn":
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+            out, norm, *states = cudnn.forward(q, k, v, sinks, layout, how.scale)
+            out = out.transpose(0, 1)
         else:
             out, norm = blockwise.forward(q, k, v, sinks, layout, how, _kernel(backend, q, v, how))
-        ctx.save_for_backward(query, key, value, sinks, out, norm)
+        ctx.save_for_backward(query, key, value, sinks, out, norm, *states)
         ctx.layout, ctx.how, ctx.backend = layout, how, backend
         return out[None]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sinks, out, norm = ctx.saved_tensors
+        query, key, value, sinks, out, norm, *states = ctx.saved_tensors
         q, k, v, g = query[0], key[0], value[0], grad[0]
         if ctx.backend == "flash":
             q, k, v, rows, gr = (x.transpose(0, 1) for x in (q, k, v, out, g))
             dq, dk, dv = (x.transpose(0, 1) for x in flash.backward(gr, q, k, v, rows, norm, ctx.layout, ctx.how.scale))
+        elif ctx.backend == "cudnn":
+            q, k, v, rows, gr = (x.transpose(0, 1) for x in (q, k, v, out, g))
+            found = cudnn.backward(gr, q, k, v, rows, norm, (states[0], states[1]), ctx.layout, ctx.how.scale)
+            dq, dk, dv = (x.transpose(0, 1) for x in found)
         else:
             kernel = _kernel(ctx.backend, q, v, ctx.how)
             dq, dk, dv = blockwise.backward(g, q, k, v, out, norm, ctx.layout, ctx.how, kernel)

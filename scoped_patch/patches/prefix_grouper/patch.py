@@ -44,7 +44,7 @@ class PrefixGrouper(Patch):
     """
 
     find: bool = True
-    backend: Literal["auto", "blockwise", "plain", "flash", "flex"] = "auto"
+    backend: Literal["auto", "blockwise", "plain", "flash", "flex", "cudnn"] = "auto"
     name: str = field(default="prefix_grouper", init=False, repr=False)
 
     def __post_init__(self) -> None:
