@@ -7,7 +7,7 @@ from collections import ChainMap, OrderedDict, defaultdict
 
 import pytest
 
-from scoped_patch.engine import MISSING, Edit, EditPatch, ItemSlot, Scope, attribute_slot
+from scoped_patch.engine import MISSING, Edit, EditPatch, ItemSlot, Scope, active, attribute_slot
 from scoped_patch.engine.errors import BadTargetError, ForeignOverwriteError, RestoreError
 from scoped_patch.engine.slots import ClassSlot, DescriptorSlot, DictSlot, same
 
@@ -144,7 +144,7 @@ def test_a_layered_mapping_says_so_when_an_item_shines_through():
     assert table.maps == [{}, {"x": 1}]
 
 
-def test_a_mapping_that_stores_something_else_is_an_error_and_is_put_back():
+def test_a_mapping_that_stores_something_else_is_an_error_and_is_put_back_once_it_can_be():
     class Upper(dict):
         def __setitem__(self, key, value):
             super().__setitem__(key, [value])
@@ -153,6 +153,10 @@ def test_a_mapping_that_stores_something_else_is_an_error_and_is_put_back():
     dict.__setitem__(table, "x", "before")
     with pytest.raises(RestoreError, match=r"set to 'new' but reads \['new'\]"):
         set_to(ItemSlot(table, "x"), "new").apply()
+    (left,) = active()  # it could not be put back either, so it stays known until it can
+    del Upper.__setitem__
+    left.restore()
+    assert table == {"x": "before"}
 
 
 # ----------------------------------------------------------------------------------------------------- properties
