@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...engine.errors import BadOptionError
+from ...engine.errors import BadOptionError, ScopeStateError
 from ...ops.sequence_parallel import failures
 
 GroupLike = int | dist.ProcessGroup | DeviceMesh
@@ -90,3 +90,23 @@ def resolve(group: GroupLike) -> dist.ProcessGroup | None:
     if found is None or not failures.settle(found):
         found = known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
     return found
+
+
+def existing(group: GroupLike) -> dist.ProcessGroup | None:
+    """The process group, where none has to be made: for traced code, which can make none.
+
+    Raises:
+        ScopeStateError: it would have to be made.
+    """
+    if degree(group) == 1:
+        return None
+    if isinstance(group, DeviceMesh):
+        return group.get_group()
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if group == dist.get_world_size():
+        return dist.group.WORLD
+    raise ScopeStateError(
+        f"ulysses: compiled code cannot make the process group of sp={group}: call the model once before compiling it, or pass "
+        f"a ProcessGroup or a DeviceMesh dimension"
+    )

@@ -19,7 +19,7 @@ from ...models.spec import describe, forward_names
 from ...ops.sequence_parallel import all_reduce_sum, begin_step, report_failure, scale_gradient
 from .attention import SHARD, attend, mix, no_shard
 from .batch import check_whole, cut_targets, learn_of_others, sequence_length
-from .groups import resolve
+from .groups import existing, resolve
 
 _PRIOR = "_scoped_prior_config"
 _CACHES = ("cache", "past_key_values")
@@ -65,7 +65,7 @@ class Seam:
     def _group(self) -> dist.ProcessGroup | None:
         if torch.compiler.is_dynamo_compiling():
             # A graph can neither make a group nor note it. One that was made before is there.
-            return self.patch.in_use[0] if self.patch.in_use else resolve(self.patch.group)
+            return self.patch.in_use[0] if self.patch.in_use else existing(self.patch.group)
         group = resolve(self.patch.group)
         self.patch.in_use[:] = [group] if group is not None else []
         return group
