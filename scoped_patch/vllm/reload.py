@@ -224,6 +224,8 @@ class WeightUpdate:
             if absent:
                 missing["(expected names)"] = absent
         for model in self._models:
+            with model.naming():
+                model.finish_tied()
             missing.update(model.missing(everything))
         if missing:
             raise incomplete(self._location, missing, self._source, self._committed, self.baseline == "discarded")

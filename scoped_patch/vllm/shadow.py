@@ -26,21 +26,33 @@ class Staged:
     """One checkpoint-format parameter of the shadow, shared by all layers that are tied to it.
 
     Attributes:
-        placeholder: the meta tensor that stands for it until its first shard arrives.
         owners: (layer, attribute name) of every layer that has it.
+        faces: per owner, the meta tensor that stands for it until its first shard arrives. Tied layers get one each, as before
+            they were tied: a loader that sees the tie would pass one of two names over, unread.
         coverage: what has been written.
         sources: which checkpoint name wrote which boxes.
         optional: why it need not arrive, or None.
         carried: the live parameter still has the checkpoint's format, so that an unwritten part can be taken from it.
     """
 
-    placeholder: torch.Tensor
     owners: list[tuple[ShadowLayer, str]]
+    faces: list[torch.Tensor]
     coverage: Coverage
     sources: dict[str, list[Box]] = field(default_factory=dict)
     optional: str | None = None
     carried: torch.Tensor | None = None
     real: torch.Tensor | None = None
+
+    @property
+    def placeholder(self) -> torch.Tensor:
+        return self.faces[0]
+
+    @property
+    def tied(self) -> bool:
+        return len(self.owners) > 1
+
+    def face(self, layer: ShadowLayer, name: str) -> torch.Tensor:
+        return self.faces[self.owners.index((layer, name))]
 
     @property
     def label(self) -> str:
@@ -129,7 +141,7 @@ class Shadow:
         for name in order:
             staged = self._stage(layer, name, templates[name], tied)
             layer.params[name] = staged
-            shadow._parameters[name] = staged.placeholder  # type: ignore[assignment]
+            shadow._parameters[name] = staged.face(layer, name)  # type: ignore[assignment]
         for name, buffer in live._buffers.items():
             if buffer is None or name in skipped or name in recorded_buffers:
                 small = buffer is not None and buffer.nbytes <= SMALL and name not in skipped
@@ -142,6 +154,8 @@ class Shadow:
         template: torch.Tensor,
         tied: dict[tuple[int, int, torch.Size], Staged],
     ) -> Staged:
+        face = torch.empty_strided(template.shape, template.stride(), dtype=template.dtype, device="meta")
+        dress(face, template, layer.shadow)
         live = layer.live._parameters.get(name)
         same = live is not None and live.shape == template.shape and live.dtype == template.dtype and live.numel() > 0
         key = None
@@ -149,10 +163,9 @@ class Shadow:
             key = (storage_key(live), int(live.storage_offset()), live.shape)
             if key in tied:
                 tied[key].owners.append((layer, name))
+                tied[key].faces.append(face)
                 return tied[key]
-        placeholder = torch.empty_strided(template.shape, template.stride(), dtype=template.dtype, device="meta")
-        dress(placeholder, template, layer.shadow)
-        staged = Staged(placeholder, [(layer, name)], Coverage(tuple(template.shape)))
+        staged = Staged([(layer, name)], [face], Coverage(tuple(template.shape)))
         staged.optional = why_optional(layer.live, name)
         if same and is_plain(layer.method):
             staged.carried = live

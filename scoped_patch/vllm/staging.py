@@ -55,7 +55,7 @@ class StagedModel:
                 self._hold.append(tensor)
         self._recorder = Recorder(self._live, self._wrote, self._redirect)
         for staged in self.staged():
-            self._install_loader(staged)
+            self._install_loaders(staged)
 
     def staged(self) -> Iterator[Staged]:
         seen: set[int] = set()
@@ -72,20 +72,23 @@ class StagedModel:
             self.shadow.root.load_weights(weights)  # type: ignore[operator]
         self._process_complete(None)
 
-    def _install_loader(self, staged: Staged) -> None:
-        placeholder = staged.placeholder
-        self._placeholders[storage_key(placeholder)] = staged
+    def _install_loaders(self, staged: Staged) -> None:
         from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-        original = getattr(placeholder, "weight_loader", default_weight_loader)
+        for at, face in enumerate(staged.faces):
+            self._placeholders[storage_key(face)] = staged
+            original = getattr(face, "weight_loader", default_weight_loader)
 
-        def staged_loader(*args: Any, **kwargs: Any) -> Any:
-            return self._run_loader(staged, original, args, kwargs)
+            def staged_loader(*args: Any, at: int = at, original: Callable[..., Any] = original, **kwargs: Any) -> Any:
+                return self._run_loader(staged, at, original, args, kwargs)
 
-        placeholder.weight_loader = staged_loader  # type: ignore[attr-defined]
+            face.weight_loader = staged_loader  # type: ignore[attr-defined]
 
-    def _run_loader(self, staged: Staged, loader: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own = (staged.placeholder, staged.real)
+    def _run_loader(
+        self, staged: Staged, at: int, loader: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        layer, attribute = staged.owners[at]
+        own = (staged.faces[at], layer.shadow._parameters.get(attribute))
         given = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and all(a is not x for x in own)]
         weight = given[0] if given else None
         name = self.source.name_of(weight)
@@ -99,8 +102,9 @@ class StagedModel:
                 name, "dtype", f"{name}: is {weight.dtype}, but {staged.label} holds {staged.placeholder.dtype}"
             )
         real = self._materialise(staged)
-        swap = lambda a: real if a is staged.placeholder else a  # noqa: E731
-        before = real.clone() if len(staged.owners) > 1 and staged.sources and name not in staged.sources else None
+        view = layer.shadow._parameters[attribute]
+        swap = lambda a: view if a is staged.faces[at] else a  # noqa: E731
+        before = real.clone() if staged.tied and staged.sources and name not in staged.sources else None
         self._call = []
         try:
             out = loader(*map(swap, args), **{k: swap(v) for k, v in kwargs.items()})  # type: ignore[no-untyped-call]
@@ -148,9 +152,14 @@ class StagedModel:
         if staged.real is None:
             with _disable_current_modes():
                 staged.real = self._allocate(staged)
-            self._reals[storage_key(staged.real)] = staged
-            for owner, attribute in staged.owners:
-                owner.shadow._parameters[attribute] = staged.real  # type: ignore[assignment]
+                self._reals[storage_key(staged.real)] = staged
+                for (owner, attribute), face in zip(staged.owners, staged.faces, strict=True):
+                    view = torch.empty(0, dtype=face.dtype, device=staged.real.device)
+                    view.set_(staged.real.untyped_storage(), 0, face.shape, face.stride())
+                    loader = face.weight_loader  # type: ignore[attr-defined]
+                    dress(view, face, owner.shadow)
+                    view.weight_loader = loader  # type: ignore[attr-defined]
+                    owner.shadow._parameters[attribute] = view  # type: ignore[assignment]
         return staged.real
 
     def _allocate(self, staged: Staged) -> torch.Tensor:
@@ -159,12 +168,9 @@ class StagedModel:
         real = torch.empty_strided(
             template.shape, template.stride(), dtype=template.dtype, device=self.site.device_of(layer.live)
         )
-        loader = template.weight_loader  # type: ignore[attr-defined]
-        dress(real, template, layer.shadow)
-        real.weight_loader = loader  # type: ignore[attr-defined]
         if real.dim() < 3 and real.numel() <= 4096:
             # Some loaders compare a scale with what is there before they write it; created scales start from 1.
-            real.data.fill_(1)
+            real.fill_(1)
         if self.carry and staged.carried is not None:
             real.data.copy_(staged.carried)
         elif staged.optional and any(k.__name__ == "BaseKVCacheMethod" for k in type(layer.method).__mro__):
@@ -181,12 +187,14 @@ class StagedModel:
         real.data.copy_(scratch._parameters[name])  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------------------------------------- processing
-    def _process_complete(self, staged: Staged | None) -> None:
+    def _process_complete(self, staged: Staged | None, final: bool = False) -> None:
         """Process the layers that `staged` made whole (None: look at all, for loaders that write directly)."""
         layers = self.shadow.layers if staged is None else [layer for layer, _ in staged.owners]
         for layer in layers:
             if layer.touched and not layer.processed:
                 group = _tied_group(layer)
+                if len(group) > 1 and not final:
+                    continue  # another name may still write the same place, and must agree
                 if all(map(self._ready, group)):
                     with _disable_current_modes():
                         self._process(group)
@@ -225,7 +233,7 @@ class StagedModel:
             if staged.real is not None:
                 self._reals.pop(storage_key(staged.real), None)
                 staged.real = None
-        placeholders = {name: staged.placeholder for name, staged in layer.params.items()}
+        placeholders = {name: staged.face(layer, name) for name, staged in layer.params.items()}
         layer.shadow.__dict__ = {**layer.live.__dict__, "_parameters": placeholders}
         self._released.append(layer)
 
@@ -234,6 +242,10 @@ class StagedModel:
         real = self._materialise(staged)
         if not any(k.__name__ == "BaseKVCacheMethod" for k in type(layer.method).__mro__):
             real.data.fill_(1)
+
+    def finish_tied(self) -> None:
+        """Process the tied layers: no other name can come any more."""
+        self._process_complete(None, final=True)
 
     def finish_deferred(self) -> None:
         """Process the layers that read other layers' weights, once all of those are done."""

@@ -215,6 +215,13 @@ def test_tied_names_with_different_values_are_refused(engines: Any) -> None:
             with reload_weights(engine.llm) as update:
                 update.load(engine.state[1].items())
         assert {caught.value.weight, caught.value.reason} == {"lm_head.weight", "tied"}
+        equal = dict(engine.state[1])
+        equal["lm_head.weight"] = equal["model.embed_tokens.weight"].clone()
+        with reload_weights(engine.llm, keep_previous=True) as update:
+            for pair in equal.items():
+                update.load([pair])  # the two names in buckets of their own
+        assert update.report.ignored == ()
+        update.rollback_to_previous()
     finally:
         head._parameters["weight"] = own
     assert engine.generate() == engine.fresh[0]

@@ -14,7 +14,6 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     DO_NOT_TRACK="1",
     HF_HUB_OFFLINE="1",
-    VLLM_CPU_KVCACHE_SPACE="1",
 )
 
 import torch
