@@ -26,6 +26,9 @@ from .unwrap import class_names
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
+#: calls that tell a module's code where in its input a token stands
+_COUNTING = frozenset({"arange", "cumsum", "roll", "tril", "triu"})
+
 #: kinds of layers (`config.layer_types`) whose tokens mix by softmax attention, or by a mixer that is found by structure
 _KNOWN_LAYER_TYPES = frozenset(
     {
@@ -113,6 +116,13 @@ def _mixing(model: nn.Module, layer: nn.Module, index: int) -> MixingLayer:
             f"transformers' attention interface nor by a recurrence with a convolution; its children are {children}"
         )
     inner = layer._modules.get("_checkpoint_wrapped_module") or layer
+    for module in (inner, *attentions):
+        counting = _counts_tokens(module)
+        if counting is not None:
+            raise UnsupportedError(
+                f"{describe(model)}: layer {index} has a {type(module).__name__} that looks at where tokens stand in its own "
+                f"input ({counting}), which is a part of the sequence here"
+            )
     signature = signature_of(type(inner).forward)
     kinds = {p.kind for p in signature.parameters.values()} if signature is not None else set()
     return MixingLayer(layer, index, tuple(attentions), tuple(mixers), inspect.Parameter.VAR_KEYWORD in kinds)
@@ -123,18 +133,36 @@ def uses_attention_interface(cls: type) -> bool:
     return _uses_interface(cls)
 
 
-@functools.cache
 def _uses_interface(cls: Hashable) -> bool:
+    return _INTERFACE in _names_in_code(cls)
+
+
+@functools.cache
+def _names_in_code(cls: Hashable) -> frozenset[str]:
+    """The global and attribute names that the methods of a class use, torch's own base classes left out."""
     assert isinstance(cls, type)
+    names: set[str] = set()
     for base in cls.__mro__:
         if base.__module__.startswith("torch."):
             continue
         for value in base.__dict__.values():
             function = inspect.unwrap(value) if callable(value) else None
             code = getattr(function, "__code__", None)
-            if code is not None and _INTERFACE in code.co_names:
-                return True
-    return False
+            if code is not None:
+                names.update(code.co_names)
+    return frozenset(names)
+
+
+def _counts_tokens(module: nn.Module) -> str | None:
+    """The call by which a module's code looks at where in its own input a token stands, or None."""
+    cls: type = type(module)
+    found = sorted(_COUNTING.intersection(_names_in_code(cls)))
+    if not found:
+        return None
+    # Llama 4 scales queries by position, where it has no rotary embedding and the option is on.
+    if getattr(module, "use_rope", False) or not getattr(module, "attn_temperature_tuning", True):
+        return None
+    return found[0]
 
 
 def _globals_of(module: nn.Module) -> Iterator[dict[str, Any]]:
