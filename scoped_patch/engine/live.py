@@ -5,13 +5,22 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from .conflicts import (
+    foreign,
+    moved_to,
+    out_of_order,
+    refuse_covered,
+    refuse_moved,
+    refuse_other_thread,
+    refuse_unstackable,
+)
 from .copies import Guarded, guard, guard_by_class, unguard
 from .edits import Edit
-from .errors import ConflictError, ForeignOverwriteError, OutOfOrderExit, finish
+from .errors import finish
 from .replay import Replays, Snapshot
 from .segments import Layer, Segment, SlotState, compose, insert
 from .slots import MISSING, ClassSlot, Place, Slot, same
@@ -73,7 +82,7 @@ class LiveStack:
             state.settle()
         if state is None or not state.segments:
             if raw is not MISSING and (edit.token is not None or edit.exclusive is not None):
-                self._refuse_moved(edit, patch, raw)
+                refuse_moved(edit, patch, raw, self._states_of(slot.owner))
             made = edit.build(slot.value_of(raw))
             state = self.state_for(slot)
             return state.move((Segment(raw, (Layer(edit, patch, (session,)),), (made,)),), made, raw)
@@ -84,9 +93,9 @@ class LiveStack:
         for segment in segments[first:]:
             for layer in segment.layers:
                 if not edit.hidden:
-                    _refuse_other_thread(edit, patch, layer, session)
+                    refuse_other_thread(edit, patch, layer, session)
                 if not layer.is_same_edit(edit):
-                    _refuse(edit, patch, layer, session)
+                    refuse_unstackable(edit, patch, layer, session)
                 elif session in layer.holders:
                     return raw
                 elif segment is segments[-1] and on_top:
@@ -95,27 +104,16 @@ class LiveStack:
                     state.segments = (*segments[:-1], Segment(segment.base, layers, segment.values, segment.replay))
                     return raw
                 else:
-                    raise ConflictError(
-                        f"{patch!r} is already on {slot.label} {_where(layer)}, and somebody else has changed the place "
-                        f"since: whether the change builds on the patch cannot be seen. Leave that scope first"
-                    )
+                    refuse_covered(edit, patch, layer)
         top = segments[-1] if on_top else Segment(raw)
         below = segments[:-1] if on_top else segments
         grown = insert(top, Layer(edit, patch, (session,)))
         return state.move((*below, grown), grown.top, raw)
 
-    def _refuse_moved(self, edit: Edit, patch: str, raw: Any) -> None:
-        """Refuse to put the same edit on twice because somebody stored the patched value under a second name."""
-        known = self._guarded.get(id(edit.slot.owner))
-        for place in known[1] if known else ():
-            state = self.states.get(place)
-            if state is not None and state.segments and state.segments[-1].top is raw:
-                for layer in state.segments[-1].layers:
-                    if layer.is_same_edit(edit) or (edit.exclusive and edit.exclusive == layer.edit.exclusive):
-                        raise ConflictError(
-                            f"{patch!r} is already on {edit.slot.label}: it was put on {state.slot.label} "
-                            f"{_where(layer)}, and somebody has moved it here since. Leave that scope first"
-                        )
+    def _states_of(self, owner: Any) -> Iterator[SlotState]:
+        """The live states of a guarded owner."""
+        _, places = self._guarded.get(id(owner), (owner, ()))
+        return (self.states[place] for place in places if place in self.states)
 
     # ------------------------------------------------------------------------------------------------- removing
     def remove(self, edit: Edit, session: Session, on_foreign: str) -> Exception | None:
@@ -180,7 +178,7 @@ class LiveStack:
             return None
         layers = (*segment.layers[:j], *segment.layers[j + 1 :])
         lowered = compose(segment.base, layers, segment.values[:j], segment.replay)
-        problem = _out_of_order(slot, session, layer, layers)
+        problem = out_of_order(slot, session, layer, layers)
         kept = (*segments[:i], lowered) if layers or lowered.replay is not None else segments[:i]
         above = segments[i + 1 :]
         if above and above[0].replay is not None:
@@ -191,7 +189,7 @@ class LiveStack:
         raw = slot.read()
         if state.is_ours(raw) or slot.agrees(raw, lowered.top):
             state.move(kept, lowered.top, raw)
-        elif moved := _moved_to(slot, segment.top):
+        elif moved := moved_to(slot, segment.top):
             state.mend(kept, tuple((key, slot.value_of(lowered.top)) for key in moved))
         elif self._rebase_others(slot, segment.top, lowered.top):
             state.segments = kept
@@ -200,7 +198,7 @@ class LiveStack:
         else:
             state.segments = kept
             if on_foreign == "error":
-                return _foreign(slot, layer, session, raw, lowered.top)
+                return foreign(slot, layer, session, raw, lowered.top)
         return problem
 
     @staticmethod
@@ -223,7 +221,7 @@ class LiveStack:
                 state.move((*kept, rebuilt), rebuilt.top, state.slot.read())
             return None
         state.segments = (*kept, *above)
-        return None if on_foreign == "keep" else _foreign(state.slot, layer, session, cover.base, lowered.top)
+        return None if on_foreign == "keep" else foreign(state.slot, layer, session, cover.base, lowered.top)
 
     def _rebase_others(self, slot: Slot, ours: Any, restored: Any) -> bool:
         """Our value was moved to another place of the same owner, and a later scope has patched it there."""
@@ -331,37 +329,6 @@ class LiveStack:
             session.thread_name = threading.current_thread().name
 
 
-def _where(layer: Layer) -> str:
-    return f"by the scope entered at {layer.holders[-1].location}"
-
-
-def _refuse_other_thread(edit: Edit, patch: str, layer: Layer, session: Session) -> None:
-    for holder in layer.holders:
-        if not isinstance(holder, Snapshot) and holder.thread != session.thread:
-            raise ConflictError(
-                f"{patch!r} cannot patch {edit.slot.label} from this thread: it is held by {layer.patch!r}, entered at "
-                f"{holder.location} in another thread ({holder.thread_name}). Patches are facts of the whole process: "
-                f"leave that scope first, or enter one scope around both threads"
-            )
-
-
-def _refuse(edit: Edit, patch: str, layer: Layer, session: Session) -> None:
-    holder = next((holder for holder in layer.holders if holder is not session), None)
-    if holder is None:
-        return
-    where = f"{edit.slot.label} is held by {layer.patch!r}, entered at {holder.location}"
-    if edit.action == "replace" and not (edit.commutes and layer.edit.commutes) and not layer.edit.hidden:
-        raise ConflictError(
-            f"{patch!r} wants to replace a place that another scope has patched: {where}. Leave that scope first, "
-            f"or wrap instead of replacing"
-        )
-    if edit.exclusive is not None and edit.exclusive == layer.edit.exclusive:
-        raise ConflictError(
-            f"{patch!r} is already on this model with other options: {where}. Leave that scope first, or give both "
-            f"the same options"
-        )
-
-
 def _find(segments: tuple[Segment, ...], edit: Edit, session: Session) -> tuple[int, int]:
     """The topmost (segment, layer) that this session holds of this edit; (-1, -1) for none."""
     for i in range(len(segments) - 1, -1, -1):
@@ -373,35 +340,6 @@ def _find(segments: tuple[Segment, ...], edit: Edit, session: Session) -> tuple[
 
 def _shows(segment: Segment, sessions: frozenset[int]) -> bool:
     return segment.replay is not None or any(id(h) in sessions for layer in segment.layers for h in layer.holders)
-
-
-def _out_of_order(slot: Slot, session: Session, layer: Layer, others: tuple[Layer, ...]) -> OutOfOrderExit | None:
-    """Is this session left before one that was entered later, on one place, by edits that do not commute?"""
-    for other in reversed(others):
-        later = min(other.holders, key=lambda holder: holder.serial)
-        if later.serial > session.serial and not (layer.edit.commutes and other.edit.commutes):
-            return OutOfOrderExit(
-                f"{slot.label}: {layer.patch!r} (entered at {session.location}) was left before {other.patch!r} (entered "
-                f"later, at {later.location}), which builds on it. It was taken out from under; close scopes on one "
-                f"place in the reverse order of entering"
-            )
-    return None
-
-
-def _moved_to(slot: Slot, ours: Any) -> list[Hashable]:
-    """Other names of the same owner under which somebody has stored our value (accelerate's `_old_forward`)."""
-    own = getattr(slot.owner, "__dict__", None)
-    if not isinstance(own, dict) or slot.mapping is not own or ours is MISSING:
-        return []
-    return [key for key, value in own.items() if key != slot.key and same(value, ours)]
-
-
-def _foreign(slot: Slot, layer: Layer, session: Session, found: Any, wanted: Any) -> ForeignOverwriteError:
-    return ForeignOverwriteError(
-        f"{slot.label} was changed by somebody else while {layer.patch!r} (entered at {session.location}) was live: "
-        f"found {found!r}, and it was left as it is instead of being put back to {wanted!r}. Pass on_foreign='restore' to "
-        f"put the original back, or on_foreign='keep' to accept such changes silently"
-    )
 
 
 LIVE = LiveStack()

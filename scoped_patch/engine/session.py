@@ -164,7 +164,10 @@ class Session:
                 self._audit(errors)
         finally:
             self._problems.clear()
-            finish(self._undo)
+            try:
+                finish(self._undo)
+            except Exception as problem:  # it could not even begin; the session is live as before
+                errors.append(problem)
         errors += self._problems.values()
         error = join_errors(f"leaving the scope entered at {self.location}", errors)
         if error is None:
@@ -185,10 +188,10 @@ class Session:
                 errors.append(error)
 
     def _undo(self) -> None:
+        if self.state in ("new", "closed"):
+            return
         with LIVE.lock:
             LIVE.before_change()
-            if self.state in ("new", "closed"):
-                return
             if self.state == "live" and self._snapshot is None:
                 self._snapshot = LIVE.freeze_session(self, [record.slot for record in self.records])
             self.state = "leaving"
