@@ -242,10 +242,13 @@ class LiveStack:
         return False
 
     # ------------------------------------------------------------------------------------------------- replay
-    def freeze(self, sessions: Iterable[Session] | None = None) -> Snapshot:
+    def freeze(self, sessions: Iterable[Session] | None = None, root: object | None = None) -> Snapshot:
         """The present values of every place that the given sessions (all, by default) have patched.
 
         Inside a replay, the places that it shows are among them: what runs now is what a later replay has to show.
+
+        Args:
+            root: a replay also hides what sessions of this root have patched since, in places that are not among them.
         """
         with self.lock:
             wanted = None if sessions is None else frozenset(map(id, sessions))
@@ -254,7 +257,7 @@ class LiveStack:
                 for state in self.states.values()
                 if state.segments and (wanted is None or _shows(state.segments[-1], wanted))
             ]
-            return Snapshot(self.version, tuple(places), f"a replay of {len(places)} places")
+            return Snapshot(self.version, tuple(places), f"a replay of {len(places)} places", root)
 
     def freeze_session(self, session: Session, slots: Iterable[Slot]) -> Snapshot:
         """The segments that hold a session's edits, one per place."""

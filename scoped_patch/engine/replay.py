@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .errors import ConflictError, join_errors
-from .segments import Layer, Segment, SlotState, insert
+from .segments import Holder, Layer, Segment, SlotState, compose, insert
 from .slots import Slot
 
 if TYPE_CHECKING:
@@ -28,16 +28,20 @@ class Snapshot:
         version: the live stack's version at that moment.
         places: each slot with the segment that was its top.
         location, thread, thread_name: of the moment, for messages.
+        root: whose moment it is. What sessions of this root have patched elsewhere since is hidden by a replay.
     """
 
-    __slots__ = ("_prepared", "location", "places", "thread", "thread_name", "version")
+    __slots__ = ("_prepared", "location", "places", "root", "thread", "thread_name", "version")
 
     serial = -1  # holds its layers from before every session that is entered inside its replay
 
-    def __init__(self, version: int, places: tuple[tuple[Slot, Segment], ...], location: str) -> None:
+    def __init__(
+        self, version: int, places: tuple[tuple[Slot, Segment], ...], location: str, root: object | None = None
+    ) -> None:
         self.version = version
         self.places = places
         self.location = location
+        self.root = root
         self.thread = threading.get_ident()
         self.thread_name = threading.current_thread().name
         self._prepared: tuple[tuple[Slot, Segment], ...] | None = None
@@ -52,6 +56,21 @@ class Snapshot:
             )
         return self._prepared
 
+    def hidden(self, live: LiveStack) -> list[tuple[Slot, Segment]]:
+        """What sessions of the root have patched where they had not at the moment, as it reads without them."""
+        if self.root is None:
+            return []
+        shown = {slot.place for slot, _ in self.places}
+        hidden = []
+        for place, state in live.states.items():
+            if place in shown or not state.segments:
+                continue
+            top = state.segments[-1]
+            kept = tuple(layer for layer in top.layers if any(_root_of(holder) is not self.root for holder in layer.holders))
+            if len(kept) < len(top.layers):
+                hidden.append((state.slot, Segment(compose(top.base, kept, ()).top, replay=self)))
+        return hidden
+
     def __len__(self) -> int:
         return len(self.places)
 
@@ -62,10 +81,11 @@ class Snapshot:
 class Frame:
     """One snapshot that is being replayed, by one or more threads at once."""
 
-    __slots__ = ("on", "snapshot", "users", "version_before", "version_on")
+    __slots__ = ("on", "snapshot", "users", "values", "version_before", "version_on")
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
+        self.values: list[tuple[Slot, Segment]] = []
         self.users: dict[object, int] = {}  # one entry per block, with its thread
         self.on = False
         self.version_before = self.version_on = -1
@@ -78,9 +98,10 @@ class Frame:
         """Put the values on, unless that was done. Undone by `take_off`, however far it came."""
         if self.on:
             return
-        self.on = True
+        self.values = [*self.snapshot.prepared(), *self.snapshot.hidden(live)]
         self.version_before = live.version
-        for slot, segment in self.snapshot.prepared():
+        self.on = True
+        for slot, segment in self.values:
             state = live.state_for(slot)
             state.settle()
             raw = state.slot.read()
@@ -95,7 +116,7 @@ class Frame:
         if not self.on:
             return None
         errors: list[Exception] = []
-        for slot, _ in reversed(self.snapshot.prepared()):
+        for slot, _ in reversed(self.values):
             state = live.states.get(slot.place)
             if state is not None:
                 try:
@@ -134,6 +155,10 @@ class Frame:
         else:
             logger.warning("%s was changed by somebody else during a replay, and was left as it is", state.slot.label)
             state.segments = real
+
+
+def _root_of(holder: Holder) -> object:
+    return getattr(holder, "root", None)
 
 
 def _join(segment: Segment, layer: Layer) -> Segment:

@@ -238,6 +238,26 @@ def test_freeze_inside_a_replay_holds_what_the_replay_shows(table):
     assert table["x"] == "x"
 
 
+def test_a_frozen_moment_of_a_root_hides_what_the_root_has_patched_since(table):
+    """A forward that ran under one scope is recomputed while another one, with edits elsewhere, is live."""
+    other = {"y": "y"}
+    with adding(table, "a", "x") as a:
+        moment, loose = LIVE.freeze([a], root=table), LIVE.freeze([a])
+    stranger = Scope(other, (EditPatch("s", lambda _: [Edit(ItemSlot(table, "y"), lambda prior: f"s({prior})")]),))
+    with stranger, adding(table, "b", "x", "y"):
+        assert table == {"x": "b(x)", "y": "b(s(y))"}
+        with LIVE.replay(loose):
+            assert table == {"x": "a(x)", "y": "b(s(y))"}
+        with LIVE.replay(moment):
+            assert table == {"x": "a(x)", "y": "s(y)"}
+            with adding(table, "c", "y"):
+                assert table["y"] == "c(s(y))"
+        assert table == {"x": "b(x)", "y": "b(s(y))"}
+    assert table == {"x": "x", "y": "y"}
+    with LIVE.replay(moment):
+        assert table == {"x": "a(x)", "y": "y"}
+
+
 def test_the_version_names_the_state(table):
     session = left(adding(table, "p"))
     before = LIVE.version
