@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Before the first import of transformers: no test may wait for a network that is not there.
@@ -32,6 +34,16 @@ def _quiet_transformers() -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_compiled_code_for_the_next_test() -> Iterator[None]:
+    """What one test compiled is no reason to refuse a class patch in the next test of the same worker process."""
+    yield
+    from scoped_patch.compose import compiled_code_exists
+
+    if compiled_code_exists():
+        torch.compiler.reset()
 
 
 @pytest.fixture(scope="session")

@@ -98,14 +98,16 @@ def unpatched_state(owner: Any) -> Any:
         slots = dict(slots) if isinstance(slots, dict) else slots
         _, places = LIVE._guarded.get(id(owner), (owner, ()))
         replaced: dict[int, Any] = {}
-        for state_of_place in [LIVE.states[place] for place in places if place in LIVE.states]:
-            if state_of_place.segments:
-                _take_out(owner, state_of_place, own, slots, replaced)
+        live = [state for place in places if (state := LIVE.states.get(place)) is not None and state.segments]
+        for one in live:
+            _take_out(owner, one, own, slots, replaced)
+        for one in live:
+            _take_out_moved(one, own)
         return own if slots is None else (own, slots)
 
 
 def _take_out(owner: Any, state: SlotState, own: dict[str, Any], slots: Any, replaced: dict[int, Any]) -> None:
-    slot, original = state.slot, state.original
+    slot, unpatched = state.slot, state.unpatched
     if isinstance(slot, DescriptorSlot):
         stored: Any = slots if isinstance(slots, dict) and slot.key in slots else None
     elif slot.mapping is getattr(owner, "__dict__", None):
@@ -119,9 +121,15 @@ def _take_out(owner: Any, state: SlotState, own: dict[str, Any], slots: Any, rep
             if name not in own:
                 return
             stored = replaced[id(live)] = own[name] = type(live)(live)
-    if stored is None:
-        return
-    if original is MISSING:
+    if stored is None or not state.is_ours(slot.read()):
+        return  # somebody else's value is his, in copies too
+    if unpatched is MISSING:
         stored.pop(slot.key, None)
     else:
-        stored[slot.key] = original
+        stored[slot.key] = unpatched
+
+
+def _take_out_moved(state: SlotState, own: dict[str, Any]) -> None:
+    """Somebody keeps our value under another name (accelerate's `_old_forward`): the copy has what it stands for."""
+    if state.slot.mapping is getattr(state.slot.owner, "__dict__", None):
+        own.update({key: state.base_of(value) for key, value in own.items() if key != state.slot.key})

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from .edits import Edit
 from .errors import RestoreError
-from .slots import MISSING, DescriptorSlot, ItemSlot, Slot
+from .slots import MISSING, DescriptorSlot, ItemSlot, Slot, same
 
 if TYPE_CHECKING:
     from .replay import Snapshot
@@ -113,8 +113,14 @@ class SlotState:
         self._seen: Any = _AS_GIVEN
 
     @property
-    def original(self) -> Any:
-        return self.segments[0].base
+    def unpatched(self) -> Any:
+        """What the place would read without any of our edits: somebody else's change, where there is one."""
+        return next((segment.base for segment in reversed(self.segments) if segment.replay is None), MISSING)
+
+    def base_of(self, raw: Any) -> Any:
+        """What lies under the live edits that made this value; the value itself where none of them did."""
+        made = (segment.base for segment in self.segments for value in segment.values if same(raw, value))
+        return next((self.slot.value_of(base) for base in made), raw)
 
     @property
     def busy(self) -> bool:

@@ -171,6 +171,31 @@ def test_slots_of_a_guarded_owner():
         assert not hasattr(copy.copy(thing), "kept")
 
 
+def test_a_copy_keeps_what_somebody_else_put_over_a_patch(model):
+    """accelerate's hooks: the copy has the hook, and under it its own plain forward."""
+
+    class Hook:
+        def __init__(self, module):
+            self.module = module
+
+        def __call__(self, x):
+            return self.module._old_forward(x) + 1
+
+    x = torch.randn(2, 3)
+    plain = model.first(x)
+    with Scope(model.first, (wrap_call(model.first, "forward", lambda original, x: original(x) * 0),)):
+        model.first._old_forward = model.first.forward
+        model.first.forward = Hook(model.first)
+        assert torch.equal(model.first(x), torch.ones(2, 3))
+        clone = copy.deepcopy(model.first)
+        assert clone.forward.module is clone
+    assert torch.equal(model.first(x), plain + 1)
+    assert torch.equal(clone(x), plain + 1)
+    with torch.no_grad():
+        model.first.weight.zero_()
+    assert torch.equal(clone(x), plain + 1)
+
+
 def test_an_instance_with_a_getstate_of_its_own_keeps_it(model):
     def mine():
         return {"mine": 1}
