@@ -145,7 +145,7 @@ def _plain(original: Any, wrapper: Wrapper, counter: Counter) -> Any:
             counter.calls += 1
         return wrapper(original, *args, **kwargs)
 
-    return patched_call
+    return _awaited(patched_call) if inspect.iscoroutinefunction(original) else patched_call
 
 
 def _method(function: Any, wrapper: Wrapper, counter: Counter) -> Any:
@@ -156,7 +156,20 @@ def _method(function: Any, wrapper: Wrapper, counter: Counter) -> Any:
             counter.calls += 1
         return wrapper(types.MethodType(function, self), *args, **kwargs)
 
-    return patched_method
+    return _awaited(patched_method) if inspect.iscoroutinefunction(function) else patched_method
+
+
+def _awaited(call: Callable[..., Any]) -> Any:
+    """A coroutine function stays one to those who ask: a server or a framework may call others in a thread.
+
+    The wrapper runs when the call is awaited. It may itself be `async def`, return what the original gave, or a value.
+    """
+
+    async def patched_coroutine(*args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+
+    return patched_coroutine
 
 
 def _like(function: Any, original: Any) -> Any:

@@ -56,6 +56,10 @@ class ScopeStateError(ScopedPatchError, RuntimeError):
     """A scope was used in a state in which it cannot do what was asked."""
 
 
+class NotEnteredError(ScopeStateError, AttributeError):
+    """Something of the entered scope was asked of the scope object that was not entered."""
+
+
 class PatchErrorGroup(ScopedPatchError, ExceptionGroup):
     """Several failures of one enter or exit, reported together."""
 

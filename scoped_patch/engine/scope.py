@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from .edits import Patch
-from .errors import BadOptionError, BadTargetError, ScopeStateError
+from .errors import BadOptionError, BadTargetError, NotEnteredError, ScopeStateError
 from .live import LIVE
 from .plan import Plan
 from .session import OnForeign, Session
@@ -133,6 +133,17 @@ class Scope(Generic[SessionT]):
                     return function(*args, **kwargs)
 
         return in_scope  # type: ignore[return-value]
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for what the scope does not have. `with scope: scope.explain()` is an easy slip: the session is meant.
+        if not name.startswith("_") and hasattr(self.session_class, name):
+            if self._open:
+                return getattr(self._open[-1][1], name)
+            raise NotEnteredError(
+                f"{name} belongs to the entered scope: `with patched(...) as scope: scope.{name}`, or "
+                f"`scope = patched(...).apply()`. Before that, .plan() shows what entering would do"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         names = "+".join(patch.name for patch in self.patches) or "nothing"

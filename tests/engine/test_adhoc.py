@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import pickle
@@ -205,3 +206,26 @@ def test_describing_a_value_never_reads_all_of_it():
     with scope as session:
         assert session.explain(full=True).rows[0].after.endswith("Huge")
         str(scope.plan()), str(session.explain())
+
+
+class Server:
+    async def answer(self, x):
+        await asyncio.sleep(0)
+        return x + 1
+
+
+@pytest.mark.parametrize("on_class", [True, False])
+@pytest.mark.parametrize("kind", ["async", "passing", "value"])
+def test_a_wrapped_coroutine_function_stays_one(kind, on_class):
+    async def awaiting(original, x):
+        return 10 * await original(x)
+
+    wrapper = {"async": awaiting, "passing": lambda original, x: original(x), "value": lambda original, x: 7}[kind]
+    server = Server()
+    with Scope(None, (wrap_call(Server if on_class else server, "answer", wrapper),)) as scope:
+        assert inspect.iscoroutinefunction(server.answer)
+        waiting = server.answer(1)
+        assert scope.diff()[0]["calls"] == 0  # nothing runs before it is awaited
+        assert asyncio.run(waiting) == {"async": 20, "passing": 2, "value": 7}[kind]
+        assert scope.diff()[0]["calls"] == 1
+    assert "answer" not in vars(server)

@@ -14,7 +14,14 @@ import weakref
 import pytest
 
 from scoped_patch.engine import LIVE, Edit, EditPatch, ItemSlot, Patch, Scope, active, assert_clean, wrap_call
-from scoped_patch.engine.errors import BadTargetError, LeakError, OutOfOrderExit, PatchErrorGroup, ScopeStateError
+from scoped_patch.engine.errors import (
+    BadTargetError,
+    LeakError,
+    NotEnteredError,
+    OutOfOrderExit,
+    PatchErrorGroup,
+    ScopeStateError,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -412,3 +419,15 @@ def test_records_say_what_was_done(table):
         assert record.calls == 1
     with scope as session:
         assert session.records[0].calls == 0  # a session counts its own
+
+
+def test_what_belongs_to_the_session_is_found_from_the_scope_while_it_is_entered(step, table):
+    with pytest.raises(NotEnteredError, match=r"with patched\(\.\.\.\) as scope: scope\.explain"):
+        step.explain()
+    assert not hasattr(step, "diff")
+    with step as session:
+        assert step.diff() == session.diff()
+        with step as inner:
+            assert step.restore == inner.restore
+    with pytest.raises(AttributeError, match="no attribute 'explian'"):
+        step.explian()
