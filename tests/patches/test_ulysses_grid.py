@@ -79,3 +79,29 @@ def test_the_product_of_settings_equals_one_process(family, ranks):
     assert len(cases) > (20 if family in NO_SDPA else 60)
     failures = _failures(ranks, cases, timeout=1400)
     assert not failures, "\n".join(failures)
+
+
+def _flex(rank: int, world: int) -> list[str]:
+    import torch
+
+    from scoped_patch import patched
+    from tests.tiny_models import build
+
+    wrong = []
+    for family in ("llama", "mistral"):
+        model, _ = build(family, attn="flex_attention", train=False)
+        ids = torch.randint(3, 100, (2, 33), generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            wanted = model(input_ids=ids, use_cache=False).logits
+            with patched(model, sp=world):
+                found = model(input_ids=ids).logits
+        if not torch.allclose(found, wanted, rtol=1e-4, atol=1e-4):
+            wrong.append(f"{family} on rank {rank}")
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_flex_attention_forward():
+    """On the CPU flex attention has no backward; each call is compiled, which takes most of a minute."""
+    assert spawn(2, _flex, timeout=850) == [[], []]

@@ -323,7 +323,8 @@ def snapshot(model: nn.Module) -> tuple[Any, ...]:
     registries = (masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, modeling_utils.ALL_ATTENTION_FUNCTIONS)
     entries = [sorted((k, id(v)) for k, v in {**r._local_mapping}.items()) for r in registries]
     entries += [sorted((k, id(v)) for k, v in r._global_mapping.items()) for r in registries]
-    attributes = [{k: id(v) for k, v in vars(m).items()} for m in model.modules()]
+    # some multimodal models keep the last batch's rope_deltas
+    attributes = [{k: id(v) for k, v in vars(m).items() if k != "rope_deltas"} for m in model.modules()]
     configs = [getattr(getattr(m, "config", None), "_attn_implementation", None) for m in model.modules()]
     return entries, attributes, configs
 

@@ -140,6 +140,31 @@ def _check_cut(name: str, x: Tensor, shard: SequenceShard) -> None:
         )
 
 
+def cut_rotary(shard: SequenceShard, value: Any) -> Any:
+    """(cos, sin) [.., S, D], one tensor, or a dict of such: this rank's rows."""
+    if isinstance(value, Tensor):
+        whole = value.ndim >= 2 and value.shape[-2] == shard.length
+        return shard.cut_once(value, value.ndim - 2) if whole else value
+    if isinstance(value, dict):
+        return {k: cut_rotary(shard, v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(cut_rotary(shard, v) for v in value)
+    return value
+
+
+def cut_visual_rows(shard: SequenceShard, kwargs: dict[str, Any]) -> None:
+    """Rows of visual embeddings that a decoder adds to its first layers: those of this rank's visual tokens."""
+    mask, embeds = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
+    if not isinstance(mask, Tensor) or not embeds:
+        return
+    start, end = shard.bounds()
+    order = torch.full(mask.shape, -1, dtype=torch.int64, device=mask.device)
+    order[mask] = torch.arange(int(mask.sum()), device=mask.device)
+    mine = order[:, start:end]
+    rows = mine[mine >= 0]
+    kwargs["deepstack_visual_embeds"] = [x[rows] for x in embeds]
+
+
 def shard_batch(group: dist.ProcessGroup | None, batch: dict[str, Any]) -> dict[str, Any]:
     """This rank's part of a whole batch, padded to equal parts.
 

@@ -16,10 +16,11 @@ from ...models.attention import MixingLayer, bind_positional, config_with_implem
 from ...models.packing import CU_SEQLENS
 from ...models.sharding import SequenceShard, active_shard, announce, withdraw
 from ...models.spec import describe, forward_names
-from ...ops.sequence_parallel import all_reduce_sum, begin_step, report_failure, scale_gradient
+from ...ops.sequence_parallel import begin_step, report_failure
 from .attention import SHARD, attend, mix, no_shard
-from .batch import check_whole, cut_targets, learn_of_others, sequence_length
+from .batch import check_whole, cut_rotary, cut_targets, cut_visual_rows, learn_of_others, sequence_length
 from .groups import existing, resolve
+from .outputs import finish, gather_outputs
 
 _PRIOR = "_scoped_prior_config"
 _CACHES = ("cache", "past_key_values")
@@ -60,7 +61,7 @@ class Seam:
                 out = prior(**kwargs)
             finally:
                 withdraw(shard)
-            return self._finish(out, shard, kwargs)
+            return finish(out, shard, kwargs, self.patch.grad_reduction)
 
     def _group(self) -> dist.ProcessGroup | None:
         if torch.compiler.is_dynamo_compiling():
@@ -119,29 +120,6 @@ class Seam:
             raise TypeError(f"{self.what} takes at most {len(names)} positional arguments, got {len(args)}")
         return {**kwargs, **dict(zip(names, args, strict=False))}
 
-    def _finish(self, out: Any, shard: SequenceShard, kwargs: dict[str, Any]) -> Any:
-        """The global loss value of a cut layout, and the gradient's scale, on everything that leaves the model."""
-        mean = self.patch.grad_reduction == "mean"
-        factor = (1.0 if mean else 1.0 / shard.ranks) if shard.gathers_outputs else (float(shard.ranks) if mean else 1.0)
-        if not shard.gathers_outputs and shard.group is not None and kwargs.get("labels") is not None:
-            self._globalise_loss(out, shard)
-        return _map_floats(out, lambda x: scale_gradient(x, factor)) if factor != 1 else out
-
-    def _globalise_loss(self, out: Any, shard: SequenceShard) -> None:
-        """Every rank reports the whole loss; its gradient stays that of this rank's share."""
-        loss = getattr(out, "loss", None)
-        if not isinstance(loss, Tensor):
-            return
-        share = loss.detach()
-        aux = getattr(out, "aux_loss", None)
-        weight = getattr(self.model, "router_aux_loss_coef", None)
-        if isinstance(aux, Tensor) and weight is not None:
-            common = weight * aux.detach().to(share.device)  # of the whole sequence already, on every rank
-            total = all_reduce_sum(share - common, shard.group) + common  # type: ignore[arg-type]
-        else:
-            total = all_reduce_sum(share, shard.group)  # type: ignore[arg-type]
-        out.loss = loss + (total - share)
-
     # ------------------------------------------------------------------------------------------------- the decoder
     def decoder_forward(self, prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.pass_through:
@@ -159,7 +137,7 @@ class Seam:
                 out = self._run_decoder(prior, module, shard, kwargs)
             finally:
                 withdraw(shard)
-            return self._finish(out, shard, kwargs)
+            return finish(out, shard, kwargs, self.patch.grad_reduction)
 
     def _run_decoder(self, prior: Callable[..., Any], module: nn.Module, shard: SequenceShard, kwargs: dict[str, Any]) -> Any:
         self._prepare(module, shard, kwargs)
@@ -175,7 +153,7 @@ class Seam:
         finally:
             self.shards.pop()
             shard.config = None
-        self._gather(out, shard)
+        gather_outputs(out, shard)
         return out.to_tuple() if as_tuple else out
 
     def _prepare(self, module: nn.Module, shard: SequenceShard, kwargs: dict[str, Any]) -> None:
@@ -196,7 +174,7 @@ class Seam:
         shard.attention_mask = kwargs.get("attention_mask")
         shard.cu_seqlens = next((kwargs[n] for n in CU_SEQLENS if isinstance(kwargs.get(n), Tensor)), None)
         if shard.cuts_inputs and shard.group is not None:
-            _cut_visual_rows(shard, kwargs)
+            cut_visual_rows(shard, kwargs)
             for name in _DECODER_PER_TOKEN:
                 if isinstance(kwargs.get(name), Tensor):
                     kwargs[name] = shard.cut(kwargs[name], 1, 0 if name == "visual_pos_masks" else None)
@@ -205,31 +183,6 @@ class Seam:
             kwargs.pop(name, None)
         if "logits_to_keep" in kwargs:
             kwargs["logits_to_keep"] = 0  # the model cuts what comes out; it would cut this rank's part here
-
-    def _gather(self, out: Any, shard: SequenceShard) -> None:
-        if shard.group is None:
-            return
-        last: Tensor = out.last_hidden_state
-        if shard.gathers_outputs:
-            whole = last if shard.wants_local_hidden else shard.gather(last, 1)
-            states = getattr(out, "hidden_states", None)
-            if states:
-                apart = [x for x in states if x is not last or whole is last]
-                gathered = iter(shard.gather(torch.stack(apart), 2)) if apart else iter(())
-                out.hidden_states = tuple(whole if x is last and whole is not last else next(gathered) for x in states)
-            out.last_hidden_state = whole
-        routers = getattr(out, "router_logits", None)
-        if routers:
-            out.router_logits = self._gather_router_logits(routers, last.shape[0], shard)
-
-    def _gather_router_logits(self, routers: tuple[Tensor, ...], batch: int, shard: SequenceShard) -> tuple[Tensor, ...]:
-        """All layers in one collective. In a cut layout every rank has the same auxiliary loss of them, so that each takes
-        the gradient of its own tokens only."""
-        shaped = [x.reshape(batch, shard.size, -1) for x in routers]
-        how = "sum" if shard.gathers_outputs else "slice"
-        whole = shard.gather(torch.cat(shaped, -1), 1, backward=how)
-        parts = torch.split(whole, [x.shape[-1] for x in shaped], -1)
-        return tuple(part if x.ndim == 3 else part.flatten(0, 1) for part, x in zip(parts, routers, strict=True))
 
     # ------------------------------------------------------------------------------------------------- the layers
     def layer_forward(self, layer: MixingLayer) -> Callable[..., Any]:
@@ -240,7 +193,7 @@ class Seam:
             if shard.group is not None:
                 for name, value in kwargs.items():
                     if name.startswith("position_embeddings"):
-                        kwargs[name] = _cut_rotary(shard, value)
+                        kwargs[name] = cut_rotary(shard, value)
                 positions = kwargs.get("position_ids")
                 if isinstance(positions, Tensor) and positions.shape[-1] == shard.length:
                     kwargs["position_ids"] = shard.cut_once(positions, positions.ndim - 1)
@@ -335,43 +288,3 @@ class _Step:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self.group is not None and error is not None:
             report_failure(self.group, error)
-
-
-def _cut_rotary(shard: SequenceShard, value: Any) -> Any:
-    """(cos, sin) [.., S, D], one tensor, or a dict of such: this rank's rows."""
-    if isinstance(value, Tensor):
-        whole = value.ndim >= 2 and value.shape[-2] == shard.length
-        return shard.cut_once(value, value.ndim - 2) if whole else value
-    if isinstance(value, dict):
-        return {k: _cut_rotary(shard, v) for k, v in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_cut_rotary(shard, v) for v in value)
-    return value
-
-
-def _cut_visual_rows(shard: SequenceShard, kwargs: dict[str, Any]) -> None:
-    """Rows of visual embeddings that a decoder adds to its first layers: those of this rank's visual tokens."""
-    mask, embeds = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
-    if not isinstance(mask, Tensor) or not embeds:
-        return
-    start, end = shard.bounds()
-    order = torch.full(mask.shape, -1, dtype=torch.int64, device=mask.device)
-    order[mask] = torch.arange(int(mask.sum()), device=mask.device)
-    mine = order[:, start:end]
-    rows = mine[mine >= 0]
-    kwargs["deepstack_visual_embeds"] = [x[rows] for x in embeds]
-
-
-def _map_floats(out: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply to every floating tensor with a gradient in an output (a dataclass, a mapping, a tuple), in place where named."""
-    if isinstance(out, Tensor):
-        return change(out) if out.is_floating_point() and out.requires_grad else out
-    if isinstance(out, (tuple, list)):
-        return type(out)(_map_floats(x, change) for x in out)
-    if hasattr(out, "__dataclass_fields__"):
-        for name in out.__dataclass_fields__:
-            value = getattr(out, name)
-            if isinstance(value, (Tensor, tuple, list)):
-                setattr(out, name, _map_floats(value, change))
-        return out
-    return out

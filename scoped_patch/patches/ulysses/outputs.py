@@ -1,0 +1,80 @@
+"""What leaves a model whose sequence was spread over ranks: gathered, its loss made global, its gradients scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...models.sharding import SequenceShard
+from ...ops.sequence_parallel import all_reduce_sum, scale_gradient
+
+
+def gather_outputs(out: Any, shard: SequenceShard) -> None:
+    """What a decoder returns, whole on every rank where the call wants it so; router logits always."""
+    if shard.group is None:
+        return
+    last: Tensor = out.last_hidden_state
+    if shard.gathers_outputs:
+        whole = last if shard.wants_local_hidden else shard.gather(last, 1)
+        states = getattr(out, "hidden_states", None)
+        if states:
+            apart = [x for x in states if x is not last or whole is last]
+            gathered = iter(shard.gather(torch.stack(apart), 2)) if apart else iter(())
+            out.hidden_states = tuple(whole if x is last and whole is not last else next(gathered) for x in states)
+        out.last_hidden_state = whole
+    routers = getattr(out, "router_logits", None)
+    if routers:
+        out.router_logits = _gather_router_logits(routers, last.shape[0], shard)
+
+
+def _gather_router_logits(routers: tuple[Tensor, ...], batch: int, shard: SequenceShard) -> tuple[Tensor, ...]:
+    """All layers in one collective. In a cut layout every rank has the same auxiliary loss of them, so that each takes
+    the gradient of its own tokens only."""
+    shaped = [x.reshape(batch, shard.size, -1) for x in routers]
+    how = "sum" if shard.gathers_outputs else "slice"
+    whole = shard.gather(torch.cat(shaped, -1), 1, backward=how)
+    parts = torch.split(whole, [x.shape[-1] for x in shaped], -1)
+    return tuple(part if x.ndim == 3 else part.flatten(0, 1) for part, x in zip(parts, routers, strict=True))
+
+
+def finish(out: Any, shard: SequenceShard, kwargs: dict[str, Any], grad_reduction: str) -> Any:
+    """The global loss value of a cut layout, and the gradient's scale, on everything that leaves the model."""
+    mean = grad_reduction == "mean"
+    factor = (1.0 if mean else 1.0 / shard.ranks) if shard.gathers_outputs else (float(shard.ranks) if mean else 1.0)
+    if not shard.gathers_outputs and shard.group is not None and kwargs.get("labels") is not None:
+        _globalise_loss(out, shard)
+    return _map_floats(out, lambda x: scale_gradient(x, factor)) if factor != 1 else out
+
+
+def _globalise_loss(out: Any, shard: SequenceShard) -> None:
+    """Every rank reports the whole loss; its gradient stays that of this rank's share."""
+    loss = getattr(out, "loss", None)
+    if not isinstance(loss, Tensor):
+        return
+    share = loss.detach()
+    aux = getattr(out, "aux_loss", None)
+    weight = getattr(shard.model, "router_aux_loss_coef", None)
+    if isinstance(aux, Tensor) and weight is not None:
+        common = weight * aux.detach().to(share.device)  # of the whole sequence already, on every rank
+        total = all_reduce_sum(share - common, shard.group) + common  # type: ignore[arg-type]
+    else:
+        total = all_reduce_sum(share, shard.group)  # type: ignore[arg-type]
+    out.loss = loss + (total - share)
+
+
+def _map_floats(out: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply to every floating tensor with a gradient in an output (a dataclass, a mapping, a tuple), in place where named."""
+    if isinstance(out, Tensor):
+        return change(out) if out.is_floating_point() and out.requires_grad else out
+    if isinstance(out, (tuple, list)):
+        return type(out)(_map_floats(x, change) for x in out)
+    if hasattr(out, "__dataclass_fields__"):
+        for name in out.__dataclass_fields__:
+            value = getattr(out, name)
+            if isinstance(value, (Tensor, tuple, list)):
+                setattr(out, name, _map_floats(value, change))
+        return out
+    return out
