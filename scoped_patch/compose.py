@@ -103,6 +103,7 @@ class PatchedScope(Scope[ModelSession]):
 
     def check_enter(self, plan: Plan) -> None:
         """Compiled code does not see edits of classes: refuse them, or reset the compiler's caches."""
+        super().check_enter(plan)
         touched = class_slots(plan)
         if not touched or not compiled_code_exists():
             return

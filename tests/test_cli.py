@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from transformers import LlamaConfig
@@ -22,6 +23,19 @@ def test_explain_lists_the_edits_of_a_model_type(capsys):
     assert code == OK
     assert {row["where"] for row in data["edits"]} >= {"lm_head.forward", "Qwen3ForCausalLM.forward"}
     assert "linear cross entropy (triton)" in {row["to"] for row in data["edits"]}
+
+
+def test_explain_needs_no_process_group(capsys):
+    started = time.process_time()
+    code, out, err = run(capsys, "explain", "qwen3", "--sp", "4", "--fused", "torch", "--tiled-mlp", "8", "--json")
+    took = time.process_time() - started
+    assert (code, err) == (OK, "")
+    edits = json.loads(out)["edits"]
+    where = {(edit["patch"], edit["where"]) for edit in edits}
+    assert {("ulysses", "model.forward"), ("fused_head", "lm_head.forward")} <= where
+    assert any(patch == "ulysses" and ".self_attn.config (x32)" in place for patch, place in where)
+    assert any(patch == "tiled_mlp" and ".mlp.forward (x32)" in place for patch, place in where)
+    assert took < 5
 
 
 def test_explain_reads_a_folder_and_a_file(capsys, tmp_path):

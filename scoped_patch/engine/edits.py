@@ -121,6 +121,10 @@ class Patch(ABC):
         """A cheap value that changes when a plan made earlier no longer fits `target`; None when it always fits."""
         return None
 
+    def ready(self, target: Any) -> str | None:
+        """Why it cannot be entered in this process now, or None: what plans do without, such as a process group."""
+        return None
+
     def audit(self, session: Session) -> None:  # noqa: B027  (most patches have nothing to say here)
         """Called when a scope is left without an exception, before anything is restored.
 

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from .edits import Patch
-from .errors import BadOptionError, BadTargetError, NotEnteredError, ScopeStateError
+from .errors import BadOptionError, BadTargetError, NotEnteredError, ScopeStateError, UnsupportedError, raise_errors
 from .live import LIVE
 from .plan import Plan
 from .session import OnForeign, Session
@@ -77,7 +77,14 @@ class Scope(Generic[SessionT]):
         return session
 
     def check_enter(self, plan: Plan) -> None:
-        """A last check before entering; subclasses add theirs."""
+        """A last check before entering, of what planning does without; subclasses add theirs.
+
+        Raises:
+            UnsupportedError: a patch cannot be entered in this process now.
+        """
+        problems = [(patch, patch.ready(self.target)) for patch in plan.patches]
+        errors: list[Exception] = [UnsupportedError(f"{patch.name}: {text}") for patch, text in problems if text is not None]
+        raise_errors("these patches cannot be entered now", errors)
 
     def __enter__(self) -> SessionT:
         before = len(LIVE.sessions)

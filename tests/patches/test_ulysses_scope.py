@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from scoped_patch import ConflictError, ScopeStateError, Ulysses, UnsupportedError, patched
+from scoped_patch import ConflictError, ScopeStateError, Ulysses, UnsupportedError, assert_clean, patched
 from scoped_patch.ops.sequence_parallel import RankFailedError, failures
 from tests.support.checks import run_checks
+from tests.support.ranks import spawn
 from tests.support.scores import objective, unpatched
 from tests.support.ulysses import reduced_gradients, snapshot, take
 from tests.tiny_models import build
@@ -362,11 +364,43 @@ def test_without_distributed():
         scope.shard({"input_ids": IDS})
 
 
-def test_ranks_that_do_not_divide_the_world(tmp_path):
+def _edits(model: Any, explanation: Any) -> list[tuple[str, ...]]:
+    """(patch, where, to, why) of each: where two edits meet, only a live scope can name what the second one came upon."""
+    cells = [row.cells(True) for row in explanation.rows]
+    return [tuple(row[i].replace(f"{id(model):x}", "ID") for i in (0, 1, 3, 4)) for row in cells]
+
+
+def _entered(rank: int, world: int) -> list[tuple[str, ...]]:
+    model, _ = build("qwen3")
+    with patched(model, sp=world, fused="torch", tiled_mlp=8) as scope:
+        model(input_ids=IDS)
+        return _edits(model, scope.explain(full=True))
+
+
+def test_a_plan_needs_no_group_and_lists_what_entering_does():
+    """On the meta device, in a process that knows of no other; two ranks then make these very edits."""
+    assert not dist.is_initialized()
+    model, _ = build("qwen3")
+    model.to("meta")
+    planned = _edits(model, patched(model, sp=2, fused="torch", tiled_mlp=8).plan().explain(full=True))
+    assert len(planned) > 10
+    assert spawn(2, _entered) == [planned] * 2
+
+
+def test_one_scope_planned_before_there_is_a_group_and_entered_after(tmp_path):
+    model, _ = build("llama")
+    scope = patched(model, sp=2)
+    edits = len(scope.plan())
+    with pytest.raises(UnsupportedError, match=r"sp=2 needs torch.distributed to be initialised"):
+        scope.apply()
+    assert len(scope.plan()) == edits
+    assert_clean()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/r", rank=0, world_size=1, timeout=timedelta(seconds=20))
     try:
-        model, _ = build("llama")
         with pytest.raises(UnsupportedError, match="sp=2 does not divide the 1 ranks"):
-            patched(model, sp=2).apply()
+            scope.apply()
+        with patched(model, sp=dist.group.WORLD):
+            model(input_ids=IDS)
     finally:
         dist.destroy_process_group()
+    assert_clean()

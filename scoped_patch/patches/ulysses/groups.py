@@ -38,12 +38,10 @@ def check_option(group: Any) -> None:
 
 
 def degree(group: GroupLike) -> int:
-    """How many ranks share a sequence."""
+    """How many ranks share a sequence. Known without a group where a number was given."""
     if isinstance(group, int):
         return group
-    if isinstance(group, DeviceMesh):
-        return group.size()
-    return dist.get_world_size(group)
+    return group.size()
 
 
 def problem(group: GroupLike) -> str | None:

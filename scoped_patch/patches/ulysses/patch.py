@@ -76,9 +76,6 @@ class Ulysses(Patch):
 
     def supports(self, target: Any) -> Support:
         unwrapped = unwrap(target)
-        problem = groups.problem(self.group)
-        if problem is not None:
-            return Support(False, problem)
         model = unwrapped.model
         try:
             _, layers = mixing_layers(model)
@@ -115,15 +112,16 @@ class Ulysses(Patch):
         notes += [f"found a forward put on the instance by somebody else and wrapped it: {kind}" for kind in foreign[:3]]
         return Support(True, notes=tuple(notes))
 
+    def ready(self, target: Any) -> str | None:
+        return groups.problem(self.group)
+
     def fingerprint(self, target: Any) -> Hashable:
         model = unwrap(target).model
         try:
             decoder, layers = mixing_layers(model)
         except ScopedPatchError:
             return None
-        ready = groups.problem(self.group)
         return (
-            ready,
             getattr(getattr(decoder, "config", None), "_attn_implementation", None),
             tuple(id(layer.layer) for layer in layers),
         )
