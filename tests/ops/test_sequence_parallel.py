@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from scoped_patch.ops import sequence_parallel as sp
 from scoped_patch.ops.sequence_parallel import HeadLayout, failures
-from tests.support.ranks import spawn
+from tests.support.ranks import RankError, spawn
 
 # ---------------------------------------------------------------------------------------------------- layouts, one process
 
@@ -252,6 +254,43 @@ def test_a_rank_that_fails_is_named_on_the_others_instead_of_waited_for():
     text, waited = spawn(2, _second_fails, timeout=60)[0]
     assert text == "rank 1 failed with MemoryError: no room for the layer, while rank 0 waited for it in an all-to-all"
     assert waited < 5
+
+
+def _second_stays_away(rank: int, world: int) -> tuple[str, float]:
+    """Rank 1 fails where nobody is told of it, and lives on: in a backward pass outside of any scope, say."""
+    group = dist.new_group(list(range(world)), timeout=timedelta(seconds=3))
+    x = torch.ones(world, 4)
+    sp.all_to_all(x, group)
+    if rank == 1:
+        time.sleep(8)
+        return "", 0.0
+    started = time.monotonic()
+    with pytest.raises(sp.RankFailedError) as caught:
+        sp.all_to_all(x, group)
+    waited = time.monotonic() - started
+    with pytest.raises(sp.RankFailedError, match=r"make a new one: .*rank 1 never came to it"):
+        sp.begin_step(group)
+    return str(caught.value), waited
+
+
+def test_a_rank_that_stays_away_is_named_when_the_group_runs_out_of_time():
+    results = spawn(3, _second_stays_away, timeout=60)
+    for rank in (0, 2):
+        text, waited = results[rank]
+        assert f"an all-to-all that rank {rank} waited in ended badly: rank 1 never came to it" in text
+        assert 2 < waited < 8
+
+
+def _second_dies(rank: int, world: int) -> None:
+    sp.all_to_all(torch.ones(world, 4), dist.group.WORLD)
+    if rank == 1:
+        os._exit(9)
+    sp.all_gather(torch.ones(4), dist.group.WORLD)
+
+
+def test_a_rank_that_dies_is_named():
+    with pytest.raises(RankError, match=r"RankFailedError: an all-gather that rank 0 waited in ended badly: rank 1 never came"):
+        spawn(2, _second_dies, timeout=60)
 
 
 def _all_fail_alike(rank: int, world: int) -> None:

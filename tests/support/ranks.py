@@ -28,8 +28,8 @@ def spawn(world: int, function: Callable[..., Any], *args: Any, timeout: float =
     The function must be importable (module level), its arguments and results picklable. Each rank computes on one thread.
 
     Args:
-        timeout: seconds for the whole run; collectives give up a little earlier, so that a rank that waits for another
-            one says where.
+        timeout: seconds for the whole run; collectives give up a little earlier, and after two minutes at most, so that a
+            rank that waits for another one says where.
 
     Raises:
         RankError: a rank failed; all others are ended first. The first failure's traceback is the message.
@@ -95,7 +95,7 @@ def _run(rank: int, world: int, folder: str, timeout: float, function: Callable[
             init_method=f"file://{folder}/rendezvous",
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=max(10.0, timeout - 15)),
+            timeout=timedelta(seconds=min(120.0, max(10.0, timeout - 15))),
         )
         result = pickle.dumps(function(rank, world, *args))
     except BaseException as error:

@@ -105,6 +105,7 @@ def _watched(x: Tensor) -> bool:
 
 
 def _finish(work: Any, group: dist.ProcessGroup, what: str) -> None:
+    failures.begin_collective(group)
     if work is None:
         return
     patience = timedelta(seconds=failures.POLL_SECONDS)
@@ -114,7 +115,7 @@ def _finish(work: Any, group: dist.ProcessGroup, what: str) -> None:
             return
         except RuntimeError as error:
             if work.is_completed():
-                raise  # it ended, badly
+                raise failures.ended_badly(group, what, error) from error
             failures.check(group, what)
             if "timed out" not in str(error).lower():
                 raise

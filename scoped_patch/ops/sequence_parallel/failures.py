@@ -4,7 +4,9 @@ A rank that raises between two collectives leaves its peers inside one that will
 group's store, and a rank that has waited for a while looks for such notes; one that gives up says so too. Steps (calls of
 the model) are counted, so that a note of an earlier step is not taken for the present one. Before its next step, a rank
 that failed finds out whether anybody was left behind: if not, the group goes on; if so, it is out of step for good, and
-every rank knows. Nothing is written or read as long as nothing fails.
+every rank knows. A rank that waits long leaves a note of that too, so that when a collective ends badly (the group's
+timeout, or a process that died), the error says which ranks never came to it. Nothing is written or read as long as
+collectives end in time.
 """
 
 from __future__ import annotations
@@ -24,17 +26,22 @@ logger = logging.getLogger("scoped_patch")
 #: seconds between two looks for a note; nothing is read while collectives end sooner than that
 POLL_SECONDS = 1.0
 
+#: how long a rank whose collective ended badly waits to hear which others were in it
+WORD_SECONDS = 1.5
+
 #: how long a rank that failed waits to hear how the others left that step
 SETTLE_SECONDS = 30.0
 
 
 class RankFailedError(ScopedPatchError, RuntimeError):
-    """Another rank of the group failed, so this collective will never end; the message names the rank and its error."""
+    """Another rank of the group failed or stayed away, so this collective cannot end; the message names the rank."""
 
 
 @dataclass
 class _Group:
     step: int = 0
+    #: collectives so far
+    collectives: int = 0
     #: why no collective of this group can be trusted any more
     broken: str = ""
     #: this rank left the present step with an error
@@ -100,6 +107,11 @@ def _left_behind(group: dist.ProcessGroup, step: int) -> str:
         time.sleep(0.02)
 
 
+def begin_collective(group: dist.ProcessGroup) -> None:
+    """Count one collective. Every rank of the group begins the same ones."""
+    _state(group).collectives += 1
+
+
 def check(group: dist.ProcessGroup, what: str) -> None:
     """Called while waiting: look for notes of other ranks.
 
@@ -116,7 +128,27 @@ def check(group: dist.ProcessGroup, what: str) -> None:
             state.broken = f"{note}, while rank {dist.get_rank()} waited for it in {what}"
             _write(group, "gave_up", state.step, state.broken)
             raise RankFailedError(state.broken)
-    _write(group, "waits", state.step, "")
+    _write(group, "waits", state.step, str(state.collectives))
+
+
+def ended_badly(group: dist.ProcessGroup, what: str, error: BaseException) -> RankFailedError:
+    """The error for a collective that the backend gave up: names the ranks that were not in it, as far as can be known."""
+    state = _state(group)
+    me = dist.get_rank(group)
+    _write(group, "waits", state.step, str(state.collectives))
+    silent = set(range(dist.get_world_size(group))) - {me}
+    deadline = time.monotonic() + WORD_SECONDS
+    while True:
+        silent = {rank for rank in silent if _read(group, "waits", state.step, rank) != str(state.collectives)}
+        if not silent or time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    names = [str(dist.get_global_rank(group, rank)) for rank in sorted(silent)]
+    who = (
+        f"rank{'s' if len(names) > 1 else ''} {', '.join(names)} never came to it, or died" if names else "all ranks were in it"
+    )
+    state.broken = f"{what} that rank {dist.get_rank()} waited in ended badly: {who} ({str(error)[:300]})"
+    return RankFailedError(state.broken)
 
 
 def is_broken(group: dist.ProcessGroup) -> bool:
