@@ -49,6 +49,10 @@ class ModelSession(Session):
         Dropout is off (the model runs in eval mode), seeds are fixed, and gradients and training flags are as before
         afterwards. Works while the scope is live and after it was left.
 
+        With `sp=`, every rank of the group calls it with the same whole batch, in either layout: the cut one is made here.
+        Gradients are reduced over the group as `grad_reduction` says (DDP and FSDP have done so already), so every rank
+        reports on all of them.
+
         Args:
             batch: keyword arguments of the model's call; with `labels` the loss is compared too.
             gradients: also run backward both ways and compare every parameter's gradient (takes one more copy of them).

@@ -6,10 +6,11 @@ import contextlib
 import html
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..engine import LIVE, Session
 from ..engine.errors import BadTargetError
@@ -17,6 +18,28 @@ from .packing import IGNORE_INDEX, aligned_targets
 from .unwrap import unwrap
 
 _COLUMNS = ("what", "unpatched", "patched", "max abs diff", "relative")
+
+
+class Spread(Protocol):
+    """How one rank's part is compared with one process; a patch that spreads calls over ranks gives one out.
+
+    The batch is whole, and the same on every rank.
+    """
+
+    def local(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of this rank's call."""
+
+    def scored(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """What says which tokens this rank's outputs are scored against."""
+
+    def own(self, x: Tensor) -> Tensor:
+        """An output without the padding of this rank's part."""
+
+    def whole(self, x: Tensor, of_layer: bool = False) -> Tensor:
+        """All ranks' tokens of an output, or of a layer's."""
+
+    def reduce(self, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+        """The gradients of all ranks, reduced as a trainer does."""
 
 
 @dataclass
@@ -132,9 +155,10 @@ def verify(
     if tolerance is None:
         floats = {p.dtype for p in inner.parameters() if p.is_floating_point()}
         tolerance = 5e-2 if floats & {torch.bfloat16, torch.float16} else 1e-4
+    spread = next((patch.spread_check(model, batch) for patch in session.plan.patches if hasattr(patch, "spread_check")), None)
     with _quiet(inner) as parameters:
         plain = _run(model, inner, batch, gradients, temperature, _without(session), parameters)
-        changed = _run(model, inner, patched_batch, gradients, temperature, _within(session), parameters)
+        changed = _run(model, inner, patched_batch, gradients, temperature, _within(session), parameters, spread)
     comparisons = [
         _compare(what, plain.values[what], changed.values[what])
         for what in plain.values
@@ -144,7 +168,9 @@ def verify(
         _compare(f"gradient of {n}", g, changed.gradients[n]) for n, g in plain.gradients.items() if n in changed.gradients
     ]
     grads.sort(key=lambda one: -one.relative)
-    layers = [_compare(f"output of {n}", v, changed.layers[n]) for n, v in plain.layers.items() if n in changed.layers]
+    # A layer that is run on other rows (a packed row, say) has an output that cannot be compared.
+    both = [(n, v, changed.layers[n]) for n, v in plain.layers.items() if n in changed.layers]
+    layers = [_compare(f"output of {n}", v, w) for n, v, w in both if v.shape == w.shape]
     first = next((one for one in layers if one.relative > tolerance), None)
     missing = sorted(plain.gradients.keys() ^ changed.gradients.keys())
     return VerifyReport(comparisons + grads[:worst], grads[0] if grads else None, first, tolerance, missing)
@@ -165,7 +191,12 @@ def _run(
     temperature: float | Tensor,
     scope: contextlib.AbstractContextManager[None],
     parameters: dict[str, nn.Parameter],
+    spread: Spread | None = None,
 ) -> _Run:
+    call, scored, heat = batch, batch, temperature
+    if spread is not None:
+        call, scored = spread.local(batch), spread.scored(batch)
+        heat = spread.local({**batch, "temperature": temperature})["temperature"]
     layers: dict[str, Tensor] = {}
     handles = [
         layer.register_forward_hook(lambda _m, _a, out, name=name: layers.__setitem__(name, _first_tensor(out)))
@@ -175,14 +206,21 @@ def _run(
     try:
         with scope, torch.random.fork_rng(devices), torch.set_grad_enabled(gradients):
             torch.manual_seed(0)
-            out = model(**batch)
-            values = _scores(out, batch, temperature)
+            out = model(**call)
+            values = _scores(out, scored, heat)
             if gradients:
-                _scalar(values).backward()  # type: ignore[no-untyped-call]
+                own = values if spread is None else {name: spread.own(x) for name, x in values.items()}
+                _scalar(own).backward()  # type: ignore[no-untyped-call]
+            if spread is not None:
+                values = {name: spread.whole(x) for name, x in values.items()}
+                layers = {name: spread.whole(x, of_layer=True) for name, x in layers.items()}
+                taken = spread.reduce(parameters)
+            else:
+                taken = {name: p.grad.detach() for name, p in parameters.items() if p.grad is not None}
     finally:
         for handle in handles:
             handle.remove()
-    found = {name: p.grad.detach().float().cpu() for name, p in parameters.items() if p.grad is not None}
+    found = {name: (g.full_tensor() if isinstance(g, DTensor) else g).float().cpu() for name, g in taken.items()}
     for p in parameters.values():
         p.grad = None
     return _Run({k: v.detach() for k, v in values.items()}, found, layers)

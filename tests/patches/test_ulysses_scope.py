@@ -154,14 +154,6 @@ def check_heads_that_cannot_be_shared_are_refused(rank: int, world: int) -> None
     assert snapshot(model) == before
 
 
-def check_verify_compares_outputs(rank: int, world: int) -> None:
-    model, _ = build("qwen2")
-    with patched(model, sp=world, fused="torch") as scope:
-        report = scope.verify({"input_ids": IDS, "use_cache": False}, gradients=False)
-    assert report.ok, str(report)
-    assert {one.what for one in report.comparisons} >= {"log_probs", "entropy"}
-
-
 def check_explain_says_what_was_done(rank: int, world: int) -> None:
     model, _ = build("qwen3_5_text")
     with patched(model, sp=world) as scope:

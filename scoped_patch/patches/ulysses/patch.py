@@ -25,6 +25,7 @@ from ...models.unwrap import unwrap
 from ...ops.sequence_parallel import HeadLayout, gather_sequence, report_failure
 from . import groups
 from .batch import shard_batch
+from .checking import SpreadCheck
 from .seam import Seam
 
 RANK = 20  # around the fused head (10) and tiles (15), inside prefix sharing
@@ -260,6 +261,11 @@ class Ulysses(Patch):
             report_failure(group, error)
 
     # ------------------------------------------------------------------------------------------------- helpers
+    def spread_check(self, model: nn.Module, batch: dict[str, Any]) -> SpreadCheck:
+        """How `verify()` compares a whole batch on one process with this rank's part of it."""
+        group, mean = groups.resolve(self.group), self.grad_reduction == "mean"
+        return SpreadCheck(group, self.inputs == "sharded", mean, model, unwrap(model).model, batch)
+
     def shard(self, batch: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of a whole batch, as `inputs="sharded"` takes it; see `ModelSession.shard`."""
         made = shard_batch(groups.resolve(self.group), batch)
