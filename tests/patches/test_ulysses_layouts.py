@@ -14,6 +14,7 @@ from scoped_patch import Ulysses, patched
 from scoped_patch.models.sharding import SequenceShard, active_shard
 from scoped_patch.ops.sequence_parallel import HeadLayout, count_collectives, shard_length
 from tests.support.checks import run_checks
+from tests.support.ranks import spawn
 from tests.support.scores import reference, shifted
 from tests.support.ulysses import reduced_gradients, take
 from tests.tiny_models import build
@@ -85,6 +86,35 @@ def check_a_mean_over_tokens_is_one_over_all_ranks(rank: int, world: int) -> Non
                     torch.testing.assert_close(g, gradients[name], rtol=1e-4, atol=1e-5)
 
 
+def check_token_losses_of_2_2_2_and_04_have_the_mean_16(rank: int, world: int) -> None:
+    """Not 1.2, the mean of the ranks' means; and where rank 1 has nothing to learn 2, neither 1 nor NaN."""
+    model, _ = build("llama")
+    losses = torch.tensor([2.0, 2.0, 2.0, 9.0, 0.4, 9.0, 9.0, 9.0])
+    ids = torch.randint(3, 100, (1, 8), generator=torch.Generator().manual_seed(1))
+
+    def logits_of_known_loss(module: nn.Module, args: object, out: Tensor) -> Tensor:
+        start, end = active_shard(model).bounds()
+        made = torch.zeros_like(out)
+        for row, t in enumerate(range(start, min(end, 7))):
+            others = out.shape[-1] - 1
+            made[0, row, ids[0, t + 1]] = torch.log(others / (losses[t].exp() - 1))
+        return made + 0 * out
+
+    handle = model.lm_head.register_forward_hook(logits_of_known_loss)
+    try:
+        for last, wanted in ((ids[0, 5], 1.6), (-100, 2.0)):
+            labels = torch.full_like(ids, -100)
+            labels[0, 1:4], labels[0, 5] = ids[0, 1:4], last
+            for sp in (_sharded(world), _sharded(world, grad_reduction="sum")):
+                with patched(model, sp=sp) as scope:
+                    loss = model(**scope.shard({"input_ids": ids, "labels": labels})).loss
+                    loss.backward()
+                assert abs(loss.item() - wanted) < 1e-5, (loss, wanted)
+    finally:
+        handle.remove()
+        model.zero_grad(set_to_none=True)
+
+
 def check_the_caller_can_normalise_a_cut_layout_too(rank: int, world: int) -> None:
     """A local sum over a global count, averaged by the trainer: the gradient is that of one process, not 1/sp of it."""
     model, _ = build("qwen3")
@@ -130,6 +160,27 @@ def check_odd_and_tiny_lengths_go_in_and_come_out(rank: int, world: int) -> None
                 found = model(input_ids=ids).logits
         assert found.shape[1] == length
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def _57_tokens_on_eight(rank: int, world: int) -> None:
+    """Seven ranks have eight tokens and the last has one; 8 heads, so one for each."""
+    model, _ = build("llama", num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=1)
+    ids = torch.randint(3, 100, (1, 57), generator=torch.Generator().manual_seed(57))
+    wanted = model(input_ids=ids, labels=ids, use_cache=False)
+    wanted.loss.backward()
+    gradients = take(model)
+    with patched(model, sp=world):
+        found = model(input_ids=ids, labels=ids)
+        assert found.logits.shape[1] == 57
+        found.loss.backward()
+    torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-4, atol=1e-4)
+    for name, g in reduced_gradients(model, world, "mean").items():
+        torch.testing.assert_close(g, gradients[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_57_tokens_on_eight_ranks():
+    spawn(8, _57_tokens_on_eight)
 
 
 def check_a_length_that_fits_no_layout_is_refused(rank: int, world: int) -> None:
@@ -209,6 +260,11 @@ def check_collectives_and_bytes(rank: int, world: int) -> None:
     batch, length, layers = 2, 9, 2
     ids = torch.randint(3, 100, (batch, length))
     size = shard_length(length, world)
+    model, _ = build("llama")
+    with torch.no_grad(), count_collectives() as log, patched(model, sp=world):
+        model(input_ids=ids, labels=ids)
+    assert Counter(kind for kind, _ in log.calls) == {"all_to_all": 2 * layers, "all_gather": 1}
+    assert log.calls[-1] == ("all_gather", batch * size * 64 * 4)  # without a fused head: hidden states
     for family, sp, expected in (
         ("llama", Ulysses(world), {"all_to_all": 2 * layers, "all_gather": 1}),
         ("qwen3_moe", Ulysses(world), {"all_to_all": 2 * layers, "all_gather": 1}),

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from scoped_patch import ConflictError, ScopeStateError, Ulysses, UnsupportedError, assert_clean, patched
-from scoped_patch.ops.sequence_parallel import RankFailedError, failures
+from scoped_patch.ops.sequence_parallel import RankFailedError, count_collectives, failures
 from tests.support.checks import run_checks
 from tests.support.ranks import spawn
 from tests.support.scores import objective, unpatched
@@ -68,6 +68,40 @@ def check_scopes_nest_and_leave_in_any_order(rank: int, world: int) -> None:
                     _close(out.logits, logits)
                 kept.restore()
                 assert snapshot(model) == before
+
+
+def check_prefix_sharing_nests_with_it_in_any_order(rank: int, world: int) -> None:
+    """The packed row is what is spread, whichever scope is the inner one."""
+    model, _ = build("qwen3")
+    before = snapshot(model)
+    rows = IDS[:1].repeat(3, 1)
+    rows[1, 6:], rows[2, 8:] = IDS[1, 6:], 5
+    logits = model(input_ids=rows, use_cache=False).logits
+    logits.square().sum().backward()
+    gradients = take(model)
+    for first in ("sp", "prefix_grouper"):
+        for leaves_first in ("inner", "outer"):
+            scopes = {"sp": patched(model, sp=world), "prefix_grouper": patched(model, prefix_grouper=True)}
+            outer = scopes.pop(first).apply()
+            inner = next(iter(scopes.values())).apply()
+            with count_collectives() as log:
+                found = model(input_ids=rows).logits
+            assert log.count("all_to_all") == 4
+            exchanged = log.bytes("all_to_all")
+            _close(found, logits)
+            found.square().sum().backward()
+            for name, g in reduced_gradients(model, world, "mean").items():
+                torch.testing.assert_close(g, gradients[name], rtol=1e-4, atol=1e-4 * gradients[name].abs().max().item())
+            left, kept = (inner, outer) if leaves_first == "inner" else (outer, inner)
+            left.restore()
+            with torch.no_grad(), count_collectives() as log:
+                _close(model(input_ids=rows).logits, logits)
+            if "ulysses" in {patch.name for patch in kept.plan.patches}:
+                assert log.bytes("all_to_all") > 1.3 * exchanged  # 3 x 11 tokens, and not 11 + 5 + 3
+            else:
+                assert not log.calls
+            kept.restore()
+            assert snapshot(model) == before
 
 
 def check_an_equal_scope_is_shared_and_another_refused(rank: int, world: int) -> None:

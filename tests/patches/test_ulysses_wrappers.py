@@ -17,8 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from scoped_patch import Ulysses, UnsupportedError, patched
 from tests.support import models as odd_models
 from tests.support.checks import run_checks
+from tests.support.ranks import spawn
 from tests.support.scores import objective, unpatched
 from tests.support.ulysses import reduced_gradients, snapshot, take
+from tests.support.ulysses_cases import FAMILIES, RECURRENT
 from tests.tiny_models import build
 
 IDS = torch.randint(3, 100, (2, 11), generator=torch.Generator().manual_seed(1))
@@ -47,9 +49,13 @@ def _one_process(model: nn.Module, ids: Tensor = IDS) -> tuple[Any, dict[str, Te
 
 
 def check_fsdp2_on_a_mesh(rank: int, world: int) -> None:
+    _fsdp2_on_a_mesh(rank, world, ("llama", "gpt_oss", "qwen3_5_text"))
+
+
+def _fsdp2_on_a_mesh(rank: int, world: int, families: tuple[str, ...]) -> None:
     """Parameters over all four ranks, rows over dp, tokens over sp; the head is a unit of its own."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
-    for family in ("llama", "gpt_oss", "qwen3_5_text"):
+    for family in families:
         for sharded in (False, True):
             model, _ = build(family)
             wanted = [unpatched(model, {"input_ids": row[None], "use_cache": False}) for row in IDS]
@@ -270,3 +276,9 @@ def test_wrapped_models_on_two_ranks():
 
 def test_fully_sharded_models_on_four_ranks():
     run_checks(__name__, FOUR, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES + RECURRENT)
+def test_every_family_fully_sharded_on_a_mesh(family):
+    spawn(4, _fsdp2_on_a_mesh, (family,), timeout=280)
