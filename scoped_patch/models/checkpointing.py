@@ -108,7 +108,7 @@ def recomputing_as_run(checkpoint: Callable[..., Any], root: object) -> Callable
     def checkpoint_under_replay(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return checkpoint(function, *args, **kwargs)  # the traced graph holds the patched code already
-        snapshot = _snapshot_of(LIVE, root)
+        snapshot = snapshot_of(LIVE, root)
 
         def run(*inner: Any, **named: Any) -> Any:
             with LIVE.replay(snapshot):
@@ -122,12 +122,12 @@ def recomputing_as_run(checkpoint: Callable[..., Any], root: object) -> Callable
 _latest: dict[int, tuple[int, Snapshot]] = {}
 
 
-def _snapshot_of(live: LiveStack, root: object) -> Snapshot:
+def snapshot_of(live: LiveStack, root: object) -> Snapshot:
     """The present edits of all scopes on one model; made once per change of the live stack."""
     known = _latest.get(id(root))
     if known is None or known[0] != live.version:
         sessions = [session for session in live.sessions if session.root is root]
-        known = (live.version, live.freeze(sessions))
+        known = (live.version, live.freeze(sessions, root))
         _latest.clear()
         _latest[id(root)] = known
     return known[1]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.errors import UnsupportedError
+from .modules import is_plain_linear
 from .unwrap import class_names
 
 
@@ -48,6 +49,9 @@ def head_problem(head: nn.Module) -> str | None:
     if is_plain_linear(head):
         return None
     hint = ""
+    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
+        changed = getattr(nn.Linear.forward, "__qualname__", type(nn.Linear.forward).__name__)
+        return f"the forward of the class nn.Linear was changed, to {changed}, which would never run"
     if hasattr(head, "quant_state") or "bnb" in type(head).__module__ or "bitsandbytes" in type(head).__module__:
         hint = "; keep the head out of quantisation (llm_int8_skip_modules=['lm_head'])"
     elif "peft" in type(head).__module__:
@@ -55,14 +59,6 @@ def head_problem(head: nn.Module) -> str | None:
     elif type(head).__module__.startswith("torch.ao"):
         hint = "; leave the head out of the quantisation config"
     return f"it is a {type(head).__module__}.{type(head).__qualname__}, which is no plain linear layer{hint}"
-
-
-def is_plain_linear(module: nn.Module) -> bool:
-    """A linear layer whose product is `F.linear(x, weight, bias)`: `nn.Linear` or a subclass that does not change it.
-
-    DeepSpeed's `LinearLayer` style subclasses and quantised ones bring a forward of their own and are not.
-    """
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def is_lora(module: nn.Module) -> bool:

@@ -158,6 +158,33 @@ def own_value(module: nn.Module, name: str) -> Any:
     return module.__dict__.get(name, MISSING)
 
 
+def defined_forward(kind: type) -> Any:
+    """The forward that a class brings itself (or inherits), or None where somebody has put another function over it.
+
+    A function that was written elsewhere than its class, or that wraps another one, does something besides what the class
+    says: count, record, cast. Whoever takes a module apart instead of calling it would leave that out.
+    """
+    for cls in kind.__mro__:
+        forward = cls.__dict__.get("forward")
+        if forward is not None:
+            is_own = isinstance(forward, types.FunctionType) and forward.__globals__.get("__name__") == cls.__module__
+            return forward if is_own and not hasattr(forward, "__wrapped__") else None
+    return None
+
+
+#: what `nn.Linear` computes with; None if that was changed before this was imported
+LINEAR_FORWARD: Any = defined_forward(nn.Linear)
+
+
+def is_plain_linear(module: Any) -> bool:
+    """A linear layer whose product is `F.linear(x, weight, bias)`: `nn.Linear` or a subclass that does not change it.
+
+    Not while somebody has changed the forward of that class, and never DeepSpeed's or quantised subclasses, which bring
+    a forward of their own.
+    """
+    return isinstance(module, nn.Linear) and LINEAR_FORWARD is not None and type(module).forward is LINEAR_FORWARD
+
+
 def is_class_forward(module: nn.Module, forward: Any) -> bool:
     """Is this bound forward the one that the module's class gives it, put in place by nobody?"""
     return getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward

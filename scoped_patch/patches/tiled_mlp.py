@@ -7,8 +7,9 @@ recorded once. Any other block is tiled by recomputing its whole forward, and `e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.nn.modules import module as torch_module
 
 from ..engine import LIVE, Edit, Patch, Session, Support
 from ..engine.errors import BadOptionError, ScopedPatchError, SeamNotReachedError, UnsupportedError
-from ..models.checkpointing import _snapshot_of
+from ..models.checkpointing import snapshot_of
 from ..models.feed_forward import FeedForward, Found, find_feed_forwards, layer_blocks
 from ..models.modules import foreign_forward, forward_edit
 from ..models.roles import Roles
@@ -144,7 +145,8 @@ class _Tiled:
         self.place = place
         self.tiles = tiles
         self.model = model
-        self.proved = False
+        self.proved: set[bool] = set()
+        self.class_forward = type(place.module).forward
         self.activation: Any = None
         if place.roles is not None:
             function = place.roles.activation
@@ -155,6 +157,9 @@ class _Tiled:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if not tensors:
             return prior(*args, **kwargs)
+        now = type(module).forward
+        if now is not self.class_forward and getattr(prior, "__func__", None) is self.class_forward and _inherits(module):
+            prior = types.MethodType(now, module)  # somebody has changed the class since, which this instance would show
         hidden_states = tensors[0]
         tokens = hidden_states.numel() // max(hidden_states.shape[-1], 1)
         if tokens <= 1 or (tokens < _FEW_TOKENS and not torch.is_grad_enabled()):
@@ -162,6 +167,11 @@ class _Tiled:
         roles = self.place.roles
         if roles is not None and len(args) + len(kwargs) == 1 and _is_as_described(roles, prior, module):
             return self.dense(roles, module, hidden_states)
+        if torch.compiler.is_dynamo_compiling():
+            # A recomputation in the backward with random states and replays in it is nothing that could be traced.
+            from ..ops.tiled_mlp.uncompiled import uncompiled
+
+            return uncompiled(self.general, prior, module, args, kwargs)
         return self.general(prior, module, args, kwargs)
 
     def dense(self, roles: Roles, module: nn.Module, hidden_states: Tensor) -> Tensor:
@@ -206,14 +216,17 @@ class _Tiled:
         return tiled_call(
             function,
             tensors,
-            lambda: reached_tensors(module),
+            module,
             self.tiles,
             recompute_context=_as_it_runs_now(self.model),
         )
 
     def _prove(self, function: Callable[..., Any], tensors: Sequence[Tensor], module: nn.Module) -> None:
-        """Once, by value: tokens come out the same alone as together."""
-        if self.proved or torch.compiler.is_dynamo_compiling() or tensors[0].is_meta or _drops_out(module):
+        """Once in training and once in eval mode, by value: tokens come out the same alone as together.
+
+        A block that draws random numbers has no such values; it is believed.
+        """
+        if module.training in self.proved or tensors[0].is_meta:
             return
         dims = tensors[0].ndim - 1
         flat = [tensor.detach().flatten(0, dims - 1) for tensor in tensors]
@@ -227,9 +240,9 @@ class _Tiled:
             return list(out.reshape(len(indices), -1).float()) if out.numel() % len(indices) == 0 else []
 
         middle, last = tokens // 2, tokens - 1
-        with torch.no_grad():
+        with torch.no_grad(), _random_state_of(tensors[0].device) as is_drawn_from:
             together = rows(0, middle, last)
-            alone = [*rows(middle), *rows(last)]
+            alone = [] if is_drawn_from() else [*rows(middle), *rows(last)]
         scale = max((float(row.abs().max()) for row in together), default=0.0)
         close = [torch.allclose(*pair, rtol=0.05, atol=0.05 * scale) for pair in zip(together[1:], alone, strict=False)]
         # One of two is enough: a router inside may choose differently for a token when the last bit differs.
@@ -238,43 +251,30 @@ class _Tiled:
                 f"tiled_mlp: {self.place.path} ({type(module).__name__}) of {describe(self.model)} does not compute token by "
                 f"token: a token's output changes with the tokens beside it. Leave out `tiled_mlp` for this model"
             )
-        self.proved = True
+        self.proved.add(module.training)
+
+
+@contextmanager
+def _random_state_of(device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Leaves the random state as it was; gives how to ask whether random numbers have been drawn meanwhile."""
+    on_gpu = device.type == "cuda"
+
+    def state() -> list[Tensor]:
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if on_gpu else [])]
+
+    with torch.random.fork_rng([device] if on_gpu else []):
+        before = state()
+        yield lambda: not all(map(torch.equal, before, state()))
 
 
 def _is_as_described(roles: Roles, prior: Callable[..., Any], module: nn.Module) -> bool:
     """Is this block still what it was found to be, with nobody looking on or working inside?"""
-    if getattr(prior, "__func__", None) is not type(module).forward or _any_global_hook():
-        return False
-    children = module._modules
-    for name in roles.projections:
-        child = children.get(name)
-        if (
-            not isinstance(child, nn.Linear)
-            or type(child).forward is not nn.Linear.forward
-            or _is_watched(child)
-            or not _is_plain(child.weight)
-        ):
-            return False
-    if roles.activation_child is not None:
-        child = children.get(roles.activation_child)
-        if child is not roles.activation or _is_watched(child):
-            return False
-    for name in roles.dropouts:
-        child = children.get(name)
-        if not isinstance(child, nn.Dropout) or (child.p and child.training):
-            return False
-    return True
+    return getattr(prior, "__func__", None) is roles.forward and roles.hold_for(module) and not _any_global_hook()
 
 
-def _is_watched(module: Any) -> bool:
-    """Would a call of this module do more than its class's forward?"""
-    return bool(
-        "forward" in module.__dict__
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+def _inherits(module: nn.Module) -> bool:
+    """Is ours the only forward that was put on this instance?"""
+    return "_old_forward" not in module.__dict__
 
 
 def _any_global_hook() -> bool:
@@ -284,10 +284,6 @@ def _any_global_hook() -> bool:
         or torch_module._global_backward_hooks
         or torch_module._global_backward_pre_hooks
     )
-
-
-def _is_plain(weight: Any) -> bool:
-    return type(weight) in (nn.Parameter, Tensor)
 
 
 def _unit_inside(module: nn.Module) -> str | None:
@@ -301,13 +297,7 @@ def _unit_inside(module: nn.Module) -> str | None:
     return None
 
 
-def _drops_out(module: nn.Module) -> bool:
-    return any(isinstance(child, nn.Dropout) and child.training and child.p for child in module.modules())
-
-
-def _as_it_runs_now(model: nn.Module) -> Callable[[], AbstractContextManager[None]] | None:
+def _as_it_runs_now(model: nn.Module) -> Callable[[], AbstractContextManager[None]]:
     """How to recompute inside this model what runs inside it now, after scopes on it may have been left."""
-    if torch.compiler.is_dynamo_compiling():
-        return None
-    snapshot = _snapshot_of(LIVE, model)
+    snapshot = snapshot_of(LIVE, model)
     return lambda: LIVE.replay(snapshot)

@@ -153,6 +153,23 @@ def test_another_scope_is_live_during_backward(kind):
         torch.testing.assert_close(after, plain(**BATCH, use_cache=False).loss)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scope_that_is_live_during_backward_patches_what_was_not(kind):
+    """What it has patched is hidden from the recomputation, and there again after it."""
+    model = checkpointed(kind)
+    plain, _ = build("llama")
+    wanted = gradients(plain, lambda: plain(**BATCH, use_cache=False).loss)
+    with patched(model, fused="torch"):
+        loss = model(**BATCH, use_cache=False).loss
+        calls = Calls()
+        with patched(model, *stronger_mlps(model, calls)):
+            loss.backward()
+            assert calls.forwards == 0
+            model(**BATCH, use_cache=False)
+            assert calls.forwards == 2
+    assert_gradients(plain_names(take_gradients(model)), wanted, rtol=1e-5)
+
+
 @pytest.mark.xfail(reason="known limit: a graph made outside any scope does not know that one will be entered")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_forward_outside_is_recomputed_outside_although_a_scope_is_live(kind):

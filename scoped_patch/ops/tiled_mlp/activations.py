@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -123,6 +123,22 @@ def act_backward(
     return ActGradients(_DERIVATIVE[activation](gradient.mul_(factor), argument), d_factor, product, ())
 
 
+class _NoLeaf(torch.autograd.Function):
+    """The same memory as a tensor that is no leaf and no view of one: an activation may overwrite it."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _no_leaf(leaf: Tensor) -> Tensor:
+    return _NoLeaf.apply(leaf)  # type: ignore[no-any-return,no-untyped-call]
+
+
 def _foreign_act_backward(
     activation: Callable[[Tensor], Tensor],
     argument: Tensor,
@@ -132,7 +148,7 @@ def _foreign_act_backward(
 ) -> ActGradients:
     leaf = argument.detach().requires_grad_()
     with torch.enable_grad():
-        graph = activation(leaf)
+        graph = activation(_no_leaf(leaf))
     value = graph.detach()
     d_value = gradient if factor is None else gradient * factor
     d_argument, *d_parameters = torch.autograd.grad(graph, [leaf, *parameters], d_value.to(graph.dtype), allow_unused=True)

@@ -165,10 +165,12 @@ def _forward(hidden_states: Tensor, tensors: _Weights, settings: _Settings) -> T
     with torch.no_grad(), _no_autocast(hidden_states):
         weights = _cast(tensors, settings.dtype)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        output = x.new_empty(x.shape[0], weights.down.shape[0], dtype=settings.dtype)
+        # Made in its final shape: a view made in here could not be changed in place by whoever gets it.
+        output = x.new_empty(*hidden_states.shape[:-1], weights.down.shape[0], dtype=settings.dtype)
+        rows = output.view(x.shape[0], weights.down.shape[0])
         for tile in tile_slices(x.shape[0], settings.tiles):
-            _forward_tile(output[tile], x[tile].to(settings.dtype), weights, settings)
-    return output.view(*hidden_states.shape[:-1], weights.down.shape[0])
+            _forward_tile(rows[tile], x[tile].to(settings.dtype), weights, settings)
+    return output
 
 
 def _forward_tile(output: Tensor, x: Tensor, weights: _Weights, settings: _Settings) -> None:

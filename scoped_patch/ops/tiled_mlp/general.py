@@ -41,10 +41,12 @@ def tiled_call(
             calls. It gets one tensor per entry of `tensors`, with the tile's tokens in the last of the token dimensions
             and the others of size 1: of [batch, sequence, hidden] it gets [1, tokens, hidden].
         tensors: one tensor, or several that agree in the token dimensions, as [tokens, hidden] and [tokens, experts].
-        parameters: the other tensors that `function` computes with and that may need a gradient, or a function that
-            lists them; for a module, `lambda: reached_tensors(module)`. A function is asked again in the backward, for
-            wrappers that put other tensor objects in their place in between. One that turns out not to be used gets no
-            gradient, though autograd calls its hooks.
+        parameters: the other tensors that `function` computes with and that may need a gradient: the module that holds
+            them, a function that lists them, or a list. Of a module, other tensors and training flags that are found in
+            the backward make way for those of the forward while it recomputes (`torch.func.functional_call` gives a
+            module tensors for the length of a call). A function is asked again in the backward, for wrappers that put
+            other objects for the same memory in their place in between. A tensor that turns out not to be used gets
+            no gradient, though autograd calls its hooks.
         tiles: the largest number of tiles. Fewer are used where there are fewer tokens; sizes may be uneven.
         token_dims: how many leading dimensions are the tokens; if not given, all but the last of the first tensor.
         preserve_rng_state: replay each tile's random state in the backward, so that dropout drops the same elements.
@@ -58,6 +60,7 @@ def tiled_call(
     Gradients of `parameters` are summed over the tiles in float32 (float64 for float64) and handed to autograd once per
     backward; within a tile they have the precision that `function` gives them. The recomputation runs under the
     forward's autocast settings. `tensors` go through saved-tensor hooks. A single token is computed without tiling.
+    Compiled code around it is left for the call (one graph break).
 
     Raises:
         ValueError, TypeError: arguments or outputs that are no tensors of tokens.
@@ -65,6 +68,19 @@ def tiled_call(
             if a listed one was replaced, or modified in place, since the forward; and in the use of a gradient of the
             gradient (`create_graph=True`): there is no second derivative.
     """
+    if torch.compiler.is_dynamo_compiling():
+        from scoped_patch.ops.tiled_mlp.uncompiled import uncompiled
+
+        return uncompiled(
+            tiled_call,
+            function,
+            tensors,
+            parameters,
+            tiles,
+            token_dims=token_dims,
+            preserve_rng_state=preserve_rng_state,
+            recompute_context=recompute_context,
+        )
     check_tiles(tiles)
     inputs = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     lead = leading_shape(inputs, token_dims)
@@ -176,7 +192,7 @@ class _TiledCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *d_outputs: Tensor | None) -> Any:
         needed = ctx.needs_input_grad[2:]
-        with ctx.call.recompute_context(), ctx.call.own_randomness():
+        with ctx.call.recompute_context(), ctx.call.own_randomness(), ctx.call.reached.put_back():
             gradients = _backward(ctx.call, ctx.saved_tensors, d_outputs, needed[: ctx.count], needed[ctx.count :])
         return (None, None, *refuse_second_derivative("tiled_call", gradients))
 
@@ -188,8 +204,10 @@ def _backward(
     needed_inputs: Sequence[bool],
     needed_parameters: Sequence[bool],
 ) -> list[Tensor | None]:
-    reached = call.reached.now()
-    parameters = [tensor for tensor, wanted in zip(reached, needed_parameters, strict=True) if wanted]
+    reached, everything = call.reached.now()
+    # One that was frozen since the forward gets no gradient from autograd either.
+    taken = [wanted and tensor.requires_grad for tensor, wanted in zip(reached, needed_parameters, strict=True)]
+    parameters = [tensor for tensor, wanted in zip(reached, taken, strict=True) if wanted]
     d_inputs: list[Tensor | None] = [None] * len(inputs)
     sums: list[Tensor | None] = [None] * len(parameters)
     for index, tile in enumerate(call.tiles):
@@ -204,7 +222,7 @@ def _backward(
         if not pairs:
             continue
         if index == 0:
-            check_all_listed([result for result, _ in pairs], [*leaves, *reached])
+            check_all_listed([result for result, _ in pairs], [*leaves, *everything])
         wanted_leaves = [leaf for leaf in leaves if leaf.requires_grad]
         gradients = torch.autograd.grad(
             [result for result, _ in pairs],
@@ -222,7 +240,7 @@ def _backward(
                 sums[position] = _add(sums[position], gradient)
     totals = [None if total is None else total.to(tensor.dtype) for total, tensor in zip(sums, parameters, strict=True)]
     in_order = iter(totals)
-    return [*d_inputs, *(next(in_order) if wanted else None for wanted in needed_parameters)]
+    return [*d_inputs, *(next(in_order) if wanted else None for wanted in taken)]
 
 
 def _place(whole: Tensor | None, gradient: Tensor | None, tensor: Tensor, call: _Call, tile: slice) -> Tensor | None:

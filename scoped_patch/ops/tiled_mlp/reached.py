@@ -2,85 +2,174 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch import nn
+Parameters = nn.Module | Iterable[Tensor] | Callable[[], Iterable[Tensor]]
 
-Parameters = Iterable[Tensor] | Callable[[], Iterable[Tensor]]
+_GONE = object()
 
 
 def reached_tensors(module: nn.Module) -> list[Tensor]:
-    """Every tensor inside `module` that may need a gradient: its parameters, and tensors kept as plain attributes.
+    """Every tensor inside `module` that may need a gradient: parameters, buffers, and tensors kept as plain attributes.
 
     The latter are how wrappers that flatten parameters (torch's first FSDP) leave views of them in the modules.
     """
     found: dict[int, Tensor] = {}
     for child in module.modules():
-        for tensor in (*child._parameters.values(), *child.__dict__.values()):
-            if isinstance(tensor, Tensor):
-                found.setdefault(id(tensor), tensor)
+        for storage in _storages(child):
+            for tensor in storage.values():
+                if isinstance(tensor, Tensor):
+                    found.setdefault(id(tensor), tensor)
     return list(found.values())
 
 
 class Reached:
-    """The reached tensors that need a gradient, as they were in the forward, and how to find them in the backward."""
+    """The reached tensors as they were in the forward, and how to find them, or put them back, in the backward.
+
+    Attributes:
+        tensors: those that need a gradient.
+    """
 
     def __init__(self, parameters: Parameters) -> None:
-        self._list = parameters if callable(parameters) else None
-        everything = _distinct(parameters)
-        self._positions = [index for index, tensor in enumerate(everything) if tensor.requires_grad]
-        self._count = len(everything)
-        self.tensors = [everything[index] for index in self._positions]
-        self._versions = [None if tensor.is_inference() else tensor._version for tensor in self.tensors]
+        self._state = _State(parameters) if isinstance(parameters, nn.Module) else None
+        self._list: Callable[[], Iterable[Tensor]] | None = None
+        if isinstance(parameters, nn.Module):
+            module = parameters
+            self._list = lambda: reached_tensors(module)
+        elif callable(parameters):
+            self._list = parameters
+        self._everything = _distinct(parameters if self._list is None else self._list())  # type: ignore[arg-type]
+        self._versions = [_version(tensor) for tensor in self._everything]
+        self._positions = [index for index, tensor in enumerate(self._everything) if tensor.requires_grad]
+        self.tensors = [self._everything[index] for index in self._positions]
 
-    def now(self) -> list[Tensor]:
-        """The same tensors for a recomputation: those of the forward, or what a wrapper has put in their place.
+    @contextlib.contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Of a module: its tensors and training flags as in the forward, for the length of the block."""
+        if self._state is None:
+            yield
+            return
+        changes = self._state.put_back()
+        try:
+            yield
+        finally:
+            for undo in reversed(changes):
+                undo()
+
+    def now(self) -> tuple[list[Tensor], list[Tensor]]:
+        """For a recomputation: those of `tensors`, or what a wrapper has put in their place; and all reached tensors.
 
         Raises:
             RuntimeError: if the function does not reach the same ones any more, or one was modified in place.
         """
-        current = self.tensors
-        if self._list is not None:
-            everything = _distinct(self._list)
-            if len(everything) != self._count:
-                raise RuntimeError(
-                    f"tiled_call: the function reached {self._count} tensors in the forward and reaches "
-                    f"{len(everything)} in the backward. Something changed it in between (an adapter that was enabled, "
-                    "merged or removed, say): run the backward in the state of the forward."
-                )
-            current = [everything[index] for index in self._positions]
-        for before, after, version in zip(self.tensors, current, self._versions, strict=True):
+        current = self._everything if self._list is None else _distinct(self._list())
+        if len(current) != len(self._everything):
+            raise RuntimeError(
+                f"tiled_call: the function reached {len(self._everything)} tensors in the forward and reaches "
+                f"{len(current)} in the backward. Something changed it in between (an adapter that was added, "
+                "merged or removed, say): run the backward in the state of the forward."
+            )
+        for before, after, version in zip(self._everything, current, self._versions, strict=True):
             if before is after:
-                if before.is_leaf and version is not None and before._version != version:
+                if version is not None and before._version != version:
                     raise RuntimeError(
                         f"tiled_call: a parameter of shape {tuple(before.shape)} was modified in place between the "
                         "forward and the backward (an optimizer step?), so its gradient can't be recomputed."
                     )
-            elif before.is_leaf or before.shape != after.shape:
+            elif not _is_same_memory(before, after):
                 raise RuntimeError(
                     f"tiled_call: a parameter of shape {tuple(before.shape)} was replaced by another between the "
                     "forward and the backward: run the backward in the state of the forward."
                 )
-        return current
+        return [current[index] for index in self._positions], current
 
 
-def _distinct(parameters: Parameters) -> list[Tensor]:
+class _State:
+    """The tensors and training flags of a module and its children."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._flags = [(child, child.training) for child in module.modules()]
+        self._places = [
+            (child, index, name, tensor)
+            for child, _ in self._flags
+            for index, storage in enumerate(_storages(child))
+            for name, tensor in storage.items()
+            if isinstance(tensor, Tensor)
+        ]
+
+    def put_back(self) -> list[Callable[[], object]]:
+        """Put back what differs; returns how to undo each step. As `torch.func.functional_call` does it: no hooks run."""
+        undo: list[Callable[[], object]] = []
+        for child, index, name, tensor in self._places:
+            storages = _storages(child)
+            now = next((storage[name] for storage in storages if name in storage), _GONE)
+            if now is tensor or (isinstance(now, Tensor) and _is_same_memory(tensor, now)):
+                continue
+            storage = storages[index]
+            if now is _GONE:
+                undo.append(lambda storage=storage, name=name: storage.pop(name, None))  # type: ignore[misc]
+            elif name in storage:
+                undo.append(lambda storage=storage, name=name, now=now: storage.__setitem__(name, now))  # type: ignore[misc]
+            else:
+                continue  # the child is built otherwise now: `now()` says so
+            storage[name] = tensor
+        for child, training in self._flags:
+            if child.training is not training:
+                undo.append(lambda child=child, flag=child.training: child.__dict__.__setitem__("training", flag))  # type: ignore[misc]
+                child.__dict__["training"] = training
+        return undo
+
+
+def _storages(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return (module._parameters, module.__dict__, module._buffers)
+
+
+def _version(tensor: Tensor) -> int | None:
+    """What tells a change in place, or None for tensors that others may rightly write to.
+
+    Those are the views that the first FSDP gathers anew for the backward, and what is frozen: forwards write to buffers
+    themselves, and adapters to the weights that they stand on.
+    """
+    return None if tensor.is_inference() or not tensor.requires_grad or tensor._is_view() else tensor._version
+
+
+def _is_same_memory(before: Tensor, after: Tensor) -> bool:
+    """Is this another object for the same numbers, as the first FSDP makes one each time it gathers a parameter?"""
+    try:
+        return (
+            before.requires_grad == after.requires_grad
+            and before.dtype == after.dtype
+            and before.shape == after.shape
+            and before.stride() == after.stride()
+            and before.storage_offset() == after.storage_offset()
+            and before.untyped_storage()._cdata == after.untyped_storage()._cdata
+        )
+    except (RuntimeError, NotImplementedError):
+        return False  # a kind of tensor without a storage of its own
+
+
+def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
     found: dict[int, Tensor] = {}
-    for tensor in parameters() if callable(parameters) else parameters:
+    for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"parameters: got a {type(tensor).__name__} among them, wanted tensors")
         found.setdefault(id(tensor), tensor)
     return list(found.values())
 
 
-def check_all_listed(results: Iterable[Tensor], listed: Iterable[Tensor]) -> None:
+def check_all_listed(results: Sequence[Tensor], listed: Iterable[Tensor]) -> None:
     """Raises `RuntimeError` if the graph of `results` ends in a leaf outside `listed`: its gradient would be lost."""
-    leaves = {id(tensor) for tensor in listed if tensor.is_leaf}
-    seen = {tensor.grad_fn for tensor in listed if tensor.grad_fn is not None}
+    leaves: set[int] = set()
+    seen: set[Any] = set()
+    for tensor in listed:
+        if tensor.grad_fn is None:
+            leaves.add(id(tensor))
+        else:
+            seen.add(tensor.grad_fn)
     stack = [result.grad_fn for result in results if result.grad_fn is not None]
     while stack:
         node = stack.pop()
