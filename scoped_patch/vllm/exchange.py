@@ -40,8 +40,8 @@ class Exchange:
             for start in range(0, live.numel(), CHUNK)
         ]
         self._swapped = [False] * len(self._chunks)
-        # The chunk being swapped, whether it was swapped before, and what both sides held then.
-        self._journal: tuple[int, bool, torch.Tensor, torch.Tensor] | None = None
+        # The chunk being swapped, which way, what its live side held before, and whether that side is done.
+        self._journal: tuple[int, bool, torch.Tensor, bool] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -71,17 +71,21 @@ class Exchange:
 
     def _move(self, new: bool) -> None:
         if self._journal is not None:
-            at, swapped, live_before, staged_before = self._journal
+            at, direction, before, live_done = self._journal
             live, staged = self._chunks[at]
-            live.copy_(live_before)
-            staged.copy_(staged_before)
-            self._swapped[at] = swapped
+            if live_done:
+                staged.copy_(before)
+                self._swapped[at] = direction
+            else:
+                live.copy_(before)
             self._journal = None
         for at, (live, staged) in enumerate(self._chunks):
             if self._swapped[at] is not new:
-                self._journal = entry = (at, self._swapped[at], live.clone(), staged.clone())
-                live.copy_(entry[3])
-                staged.copy_(entry[2])
+                before = live.clone()
+                self._journal = (at, new, before, False)
+                live.copy_(staged)
+                self._journal = (at, new, before, True)
+                staged.copy_(before)
                 self._swapped[at] = new
                 self._journal = None
         for holder, key, old_value, new_value in self.scalars:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from scoped_patch.vllm import IncompleteReload, RejectedWeight, reload_weights
-from scoped_patch.vllm.exchange import Exchange
 
 from .support.addresses import addresses
 from .test_reload import KINDS, buckets, restore, restored
@@ -191,7 +190,7 @@ def test_drain_empties_every_stream_before_it_raises(dense: Any) -> None:
     assert dense.generate() == dense.fresh[0]
 
 
-@pytest.mark.parametrize("at", [0, 1, 3, 8, 20])
+@pytest.mark.parametrize("at", [0, 1, 2, 5, 6, 17, 18])
 def test_interrupted_commit(dense: Any, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """Ctrl-C in the middle of the swap, and again in the middle of taking it back."""
     calls = 0
@@ -200,7 +199,7 @@ def test_interrupted_commit(dense: Any, monkeypatch: pytest.MonkeyPatch, at: int
     def interrupted(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        if calls in (2 * at + 1, 2 * at + 4):
+        if calls in (at + 1, at + 3):
             raise KeyboardInterrupt
         return copy(self, *args, **kwargs)
 
@@ -212,7 +211,7 @@ def test_interrupted_commit(dense: Any, monkeypatch: pytest.MonkeyPatch, at: int
             monkeypatch.setattr(torch.Tensor, "copy_", interrupted)
             update.commit()
     monkeypatch.undo()
-    assert calls > 2 * at
+    assert calls >= at + 2
     assert dense.generate() == dense.fresh[0]
     assert addresses(dense.model) == before
 
@@ -228,23 +227,3 @@ def test_layer_by_layer_a_failure_names_what_is_new(dense: Any) -> None:
     with reload_weights(dense.llm, expect="partial") as update:
         update.load(rest.items())
     assert dense.generate() == dense.fresh[1]
-
-
-def test_exchange_swaps_views_once_and_refuses_what_it_cannot() -> None:
-    from scoped_patch.vllm import UnsupportedLayer
-
-    live, staged = torch.arange(12.0), torch.arange(12.0) + 100
-    exchange = Exchange([("a", live, staged), ("b", live[:6], staged[:6]), ("c", live.view(3, 4), staged.view(3, 4))])
-    assert exchange.nbytes == 48
-    exchange.swap()
-    assert live.tolist() == [100.0 + i for i in range(12)]
-    assert staged.tolist() == list(range(12))
-    exchange.unswap()
-    exchange.unswap()
-    assert live.tolist() == list(range(12))
-    with pytest.raises(UnsupportedLayer, match="live one"):
-        Exchange([("a", live, staged.double())])
-    with pytest.raises(UnsupportedLayer, match="two live tensors"):
-        Exchange([("a", torch.zeros(12), staged), ("b", torch.zeros(12), staged)])
-    with pytest.raises(UnsupportedLayer, match="share memory"):
-        Exchange([("a", live, torch.zeros(12)), ("b", live[:], torch.ones(12))])
