@@ -38,7 +38,7 @@ from .engine.errors import (
     UnsupportedError,
 )
 from .models.verify import VerifyReport
-from .patches import FusedHead, PackedGroups, PrefixGrouper, TiledMLP, Ulysses, pack_prefix_groups
+from .patches import FakeQuant, FusedHead, PackedGroups, PrefixGrouper, TiledMLP, Ulysses, pack_prefix_groups
 
 __version__ = "0.1.0.dev0"
 
@@ -49,6 +49,7 @@ __all__ = [
     "ConflictError",
     "Edit",
     "Explanation",
+    "FakeQuant",
     "ForeignOverwriteError",
     "FusedHead",
     "ItemSlot",

@@ -1,21 +1,24 @@
 """The command line: `scoped-patch explain`, `list` and `doctor`.
 
 Exit codes: 0 all is well; 1 a plan cannot work, or the doctor found something broken; 2 wrong usage, or a model that cannot
-be found or read.
+be found or read. A mistake is one line on the error stream, whatever the output format.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
+import gc
 import importlib
 import importlib.metadata
 import importlib.util
 import inspect
 import json
+import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -59,6 +62,11 @@ _TARGETS = (
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:CheckpointWrapper", "recomputation as it ran"),
 )
 
+_EXIT_CODES = (
+    "exit codes: 0 all is well; 1 a plan cannot work, or the doctor found something broken; 2 wrong usage, or a model that "
+    "cannot be found or read"
+)
+
 _PACKAGES = (
     "torch",
     "transformers",
@@ -81,6 +89,12 @@ class CommandError(Exception):
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         hint = ""
+        if "invalid choice" in message or "required: COMMAND" in message:
+            hint = "; `scoped-patch --help` shows how they are used"
+        elif "required: MODEL" in message:
+            hint = "; give a model's folder, its config.json, or a model type such as qwen3"
+        elif message.startswith("argument --"):
+            hint = "; `scoped-patch explain --help` shows what it takes"
         wrong = message.removeprefix("unrecognized arguments: ").split()[0].split("=")[0]
         if message.startswith("unrecognized arguments") and wrong.startswith("-"):
             flags = ["--" + keyword.replace("_", "-") for keyword in _KEYWORDS if keyword in _offered()] + ["--full", "--json"]
@@ -94,7 +108,7 @@ def _offered() -> set[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = _Parser(prog="scoped-patch", description="Reversible patches for other people's model classes.")
+    top = _Parser(prog="scoped-patch", description="Reversible patches for other people's model classes.", epilog=_EXIT_CODES)
     top.add_argument("--version", action="version", version=f"scoped_patch {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     explain = commands.add_parser(
@@ -122,7 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parser().parse_args(arguments)
         _silence()
-        return int({"explain": _explain, "list": _list, "doctor": _doctor}[options.command](options, console))
+        with _without_collections():
+            return int({"explain": _explain, "list": _list, "doctor": _doctor}[options.command](options, console))
     except CommandError as error:
         errors.print(f"scoped-patch: {error}", style="red", markup=False, soft_wrap=True)
         return USAGE
@@ -130,12 +145,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for one in error.exceptions if isinstance(error, PatchErrorGroup) else (error,):
             errors.print(f"scoped-patch: {one}", style="red", markup=False, soft_wrap=True)
         return FAILED
+    except BrokenPipeError:
+        # `scoped-patch list | head`: the reader has seen enough. Nothing more can be written, at exit neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
 
 
 def _silence() -> None:
     import logging
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Importing a model library makes millions of objects that stay; looking through them again and again takes a second."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 # ------------------------------------------------------------------------------------------------------ explain
@@ -146,8 +177,10 @@ def _explain(options: argparse.Namespace, console: Console) -> int:
     if options.json:
         rows = [dict(zip(("patch", "where", "from", "to", "why"), row.cells(True), strict=False)) for row in explanation.rows]
         _print_json({"model": options.model, "options": keywords, "edits": rows, "remarks": explanation.remarks}, console)
-    else:
+    elif console.is_terminal:
         console.print(explanation)
+    else:
+        console.print(str(explanation), markup=False, highlight=False, soft_wrap=True)  # whole lines, for tools that read them
     return OK
 
 
@@ -168,8 +201,13 @@ def build_on_meta(model: str) -> Any:
         build = multimodal if type(config) in multimodal._model_mapping else text_only
         if type(config) not in build._model_mapping:
             raise CommandError(f"{model!r} ({type(config).__name__}) is no causal language model: nothing here acts on it")
-    with torch.device("meta"):
-        return build._from_config(config) if hasattr(build, "_from_config") else build.from_config(config)
+    try:
+        with torch.device("meta"):
+            return build._from_config(config) if hasattr(build, "_from_config") else build.from_config(config)
+    except Exception as error:  # whatever the model's own code makes of somebody's config
+        raise CommandError(
+            f"a {build.__name__} cannot be built from the config of {model!r}: {_first_line(error)}; check its sizes"
+        ) from error
 
 
 def _config(model: str) -> Any:
@@ -177,13 +215,19 @@ def _config(model: str) -> Any:
 
     path = Path(model)
     if path.suffix == ".json" or path.is_dir() or "/" in model:
-        file = path / "config.json" if path.is_dir() else path
-        if not file.is_file():
-            raise CommandError(f"there is no {file}; give a model's folder, its config.json, or a model type such as qwen3")
+        hint = "give a model's folder, its config.json, or a model type such as qwen3"
         try:
-            return transformers.AutoConfig.from_pretrained(str(file.parent) if file.name == "config.json" else str(file))
-        except (OSError, ValueError, KeyError) as error:
-            raise CommandError(f"{file} cannot be read as a model's config: {str(error).splitlines()[0]}") from error
+            file = path / "config.json" if path.is_dir() else path
+            if not file.is_file():
+                raise CommandError(f"there is no {file} (nothing is downloaded); {hint}")
+            # Code that comes with a model is not run, and nobody is asked whether it should be.
+            return transformers.AutoConfig.from_pretrained(
+                str(file.parent) if file.name == "config.json" else str(file), trust_remote_code=False
+            )
+        except CommandError:
+            raise
+        except Exception as error:  # broken JSON, no permission, fields of the wrong type, an unknown model type
+            raise CommandError(f"{path} cannot be read as a model's config: {_first_line(error)}; {hint}") from error
     try:
         return transformers.AutoConfig.for_model(model)
     except ValueError:
@@ -192,6 +236,11 @@ def _config(model: str) -> Any:
         near = difflib.get_close_matches(model, list(CONFIG_MAPPING.keys()), n=3)
         hint = f"did you mean {', '.join(near)}?" if near else "give a model type such as qwen3, a folder or a config.json"
         raise CommandError(f"transformers {transformers.__version__} knows no model type {model!r}; {hint}") from None
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".:") if lines else type(error).__name__
 
 
 # ------------------------------------------------------------------------------------------------------ list

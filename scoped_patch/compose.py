@@ -16,6 +16,7 @@ from .models.checkpointing import RecomputeAsRun
 from .models.saving import SavesUnpatched
 from .models.unwrap import unwrap
 from .models.verify import VerifyReport, verify
+from .patches.fake_quant import FakeQuant
 from .patches.fused_head import FusedHead
 from .patches.prefix_grouper import PrefixGrouper
 from .patches.tiled_mlp import TiledMLP
@@ -133,6 +134,7 @@ def patched(
     fused: Any = None,
     tiled_mlp: Any = None,
     prefix_grouper: Any = None,
+    fake_quant: Any = None,
     on_foreign: OnForeign = "error",
     on_compiled: OnCompiled = "error",
 ) -> PatchedScope:
@@ -157,6 +159,7 @@ def patched(
         fused: log-probs and entropy without keeping logits: `"torch"`, `"triton"`, `"auto"`, or a `FusedHead`.
         tiled_mlp: feed-forward blocks in tiles of tokens, keeping the activations of one: how many tiles, or a `TiledMLP`.
         prefix_grouper: rows that begin alike compute their common prefix once: True, or a `PrefixGrouper`.
+        fake_quant: train through NVFP4: `"w4a16"` (weights), `"w4a4"` (inputs too), or a `FakeQuant`.
         on_foreign: what leaving does about a place that somebody else changed meanwhile: `"error"` leaves it and raises,
             `"keep"` leaves it, `"restore"` puts the original back.
         on_compiled: what entering does about edits of module classes when compiled code exists, which would not see them:
@@ -184,6 +187,8 @@ def patched(
     if prefix_grouper is not None and prefix_grouper is not False:
         prefix_grouper = PrefixGrouper() if prefix_grouper is True else prefix_grouper
         shipped.append(_option("prefix_grouper", prefix_grouper, PrefixGrouper, (), "True or a PrefixGrouper"))
+    if fake_quant is not None and fake_quant is not False:
+        shipped.append(_option("fake_quant", fake_quant, FakeQuant, (str,), "'w4a16', 'w4a4' or a FakeQuant"))
     is_model = isinstance(target, nn.Module)
     if shipped and not is_model:
         raise BadTargetError(
@@ -191,6 +196,7 @@ def patched(
             f"as in patched(model, ...)"
         )
     refuse_two_settings((*shipped, *patches))
+    refuse_calibration_in_tiles((*shipped, *patches))
     root, own = target, list[Patch]()
     if is_model:
         found = unwrap(target)
@@ -216,6 +222,16 @@ def refuse_two_settings(patches: tuple[Patch, ...]) -> None:
         options = getattr(patch, "options", None)
         if options is not None and known.setdefault(patch.name, options) != options:
             raise ConflictError(f"{patch.name} was given twice with other options: keep one of them")
+
+
+def refuse_calibration_in_tiles(patches: tuple[Patch, ...]) -> None:
+    """Inputs that are measured as they come would be measured tile by tile, and the first tile rounded by its own."""
+    observing = any(isinstance(p, FakeQuant) and p.scheme == "w4a4" and p.input_global_scales is None for p in patches)
+    if observing and any(isinstance(p, TiledMLP) for p in patches):
+        raise ConflictError(
+            "fake_quant='w4a4' measures the inputs of whole calls, and tiled_mlp shows it one tile at a time: pass "
+            "fake_quant=FakeQuant('w4a4', input_global_scales=...), or leave out tiled_mlp"
+        )
 
 
 def compiled_code_exists() -> bool:

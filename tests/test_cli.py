@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
 
+from scoped_patch import patched
 from scoped_patch.cli import FAILED, OK, USAGE, main
 
 
@@ -46,30 +52,107 @@ def test_explain_reads_a_folder_and_a_file(capsys, tmp_path):
         assert "fused_head" in out
 
 
+def test_the_edits_are_those_of_a_scope(capsys):
+    """What is printed is what entering does, row by row."""
+    from tests.tiny_models import build
+
+    code, out, _ = run(capsys, "explain", "qwen3", "--fused", "triton", "--tiled-mlp", "8", "--full", "--json")
+    assert code == OK
+    printed = {row["where"] for row in json.loads(out)["edits"] if row["patch"] != "checkpoint_replay"}
+    model, _ = build("qwen3")
+    with patched(model, fused="triton", tiled_mlp=8) as scope:
+        found = {record["where"] for record in scope.diff() if record["patch"] != "checkpoint_replay"}
+    layers = {where for where in printed if re.search(r"layers\.([2-9]|\d\d)\.", where)}
+    assert len(layers) == 30  # the default qwen3 has 32 layers, the tiny one two
+    assert printed - layers == found
+
+
+def test_piped_output_is_whole_lines(capsys):
+    code, out, _ = run(capsys, "explain", "qwen3", "--fused", "torch", "--fake-quant", "w4a16")
+    assert code == OK
+    assert re.search(r"^fused_head  Qwen3ForCausalLM\.forward .*adds log_probs and entropy", out, flags=re.MULTILINE)
+    assert re.search(r"^fake_quant  model\.layers\.\*\.mlp\.up_proj\.forward \(x32\)", out, flags=re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
         (["explain", "qwen33"], USAGE, "did you mean qwen3"),
         (["explain", "./no/such/folder"], USAGE, "there is no no/such/folder"),
+        (["explain", "Qwen/Qwen3-8B"], USAGE, "nothing is downloaded"),
         (["explain", "qwen3", "--fusd", "torch"], USAGE, "did you mean --fused?"),
+        (["explain", "qwen3", "--what", "torch"], USAGE, "options are --sp, --fused"),
         (["explain", "qwen3", "--fused", "tritn"], FAILED, "'auto', 'torch' or 'triton'"),
+        (["explain", "qwen3", "--tiled-mlp", "many"], USAGE, "invalid int value: 'many'; `scoped-patch explain --help`"),
+        (["explain", "qwen3", "--tiled-mlp", "0"], FAILED, "number of tiles must be an int of at least 1"),
+        (["explain", "qwen3", "--fake-quant", "int4"], FAILED, "'w4a16', 'w4a4'"),
         (["explain", "t5", "--fused", "torch"], USAGE, "no causal language model"),
+        (["explain"], USAGE, "MODEL; give a model's folder"),
         (["nonsense"], USAGE, "invalid choice"),
+        ([], USAGE, "required: COMMAND; `scoped-patch --help`"),
     ],
 )
 def test_mistakes_give_one_line_and_a_hint(capsys, arguments, code, said):
-    got, out, err = run(capsys, *arguments)
-    assert got == code
-    assert said in err
-    assert "Traceback" not in err + out
+    for output in ([], ["--json"]) if arguments and arguments[0] == "explain" else ([],):
+        got, out, err = run(capsys, *arguments, *output)
+        assert got == code
+        assert said in err
+        assert not out
+        assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{ not json",
+        b"\x80\x81\x82",
+        b"[]",
+        b"{}",
+        b'{"model_type": "no_such_type"}',
+        b'{"model_type": "qwen3", "hidden_size": "wide"}',
+        b'{"model_type": "qwen3", "num_hidden_layers": 2, "num_attention_heads": 0}',
+        b'{"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MyConfig"}}',
+    ],
+)
+def test_an_unreadable_config_is_named(capsys, tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    code, out, err = run(capsys, "explain", str(tmp_path), "--fused", "torch")
+    assert code == USAGE
+    assert "cannot be read as a model's config" in err or "cannot be built from the config" in err
+    assert str(tmp_path) in err
+    assert not out
     assert len(err.strip().splitlines()) == 1
 
 
-def test_an_unreadable_config_is_named(capsys, tmp_path):
-    (tmp_path / "config.json").write_text("{ not json")
-    code, _, err = run(capsys, "explain", str(tmp_path))
+def test_a_folder_that_may_not_be_read(capsys, monkeypatch, tmp_path):
+    def denied(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "is_dir", denied)
+    code, _, err = run(capsys, "explain", f"{tmp_path}/config.json")
     assert code == USAGE
-    assert "cannot be read as a model's config" in err
+    assert "Permission denied" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_exit_codes_are_documented(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "exit codes: 0 all is well; 1" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.slow
+def test_it_costs_little_more_than_importing_the_model():
+    """Seconds of processor time, since a machine may be busy: ours against a bare import of what has to be imported."""
+
+    def seconds(*arguments: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        subprocess.run([sys.executable, *arguments], check=True, capture_output=True, timeout=240)
+        return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+
+    bare = seconds("-c", "import torch, transformers; transformers.Qwen3ForCausalLM")
+    ours = seconds("-m", "scoped_patch", "explain", "qwen3", "--fused", "triton", "--tiled-mlp", "8")
+    assert ours < 1.5 * bare + 1.0, f"{ours:.1f} s, a bare import {bare:.1f} s"
 
 
 def test_doctor_finds_everything_here(capsys):

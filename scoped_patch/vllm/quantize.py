@@ -12,10 +12,8 @@ from typing import Any, Literal
 import torch
 
 from ..engine.errors import BadOptionError, UnsupportedError
+from ..ops.nvfp4 import BLOCK, FUSED
 
-#: vLLM fuses these shards into one layer, with one global scale.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-BLOCK = 16
 _ROWS = 1024  # packed at a time: packing needs 36 bytes for every weight
 _EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)$")
 
