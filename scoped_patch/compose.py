@@ -135,6 +135,7 @@ def patched(
     tiled_mlp: Any = None,
     prefix_grouper: Any = None,
     fake_quant: Any = None,
+    qat: Any = None,
     on_foreign: OnForeign = "error",
     on_compiled: OnCompiled = "error",
 ) -> PatchedScope:
@@ -160,6 +161,8 @@ def patched(
         tiled_mlp: feed-forward blocks in tiles of tokens, keeping the activations of one: how many tiles, or a `TiledMLP`.
         prefix_grouper: rows that begin alike compute their common prefix once: True, or a `PrefixGrouper`.
         fake_quant: train through NVFP4: `"w4a16"` (weights), `"w4a4"` (inputs too), or a `FakeQuant`.
+        qat: vLLM's NVFP4 schemes made repeatable, for reload code that processes weights more than once: `"nvfp4"`, one of
+            `scoped_patch.vllm`'s target patches, or several. Takes no model; enter it before vLLM loads the first weights.
         on_foreign: what leaving does about a place that somebody else changed meanwhile: `"error"` leaves it and raises,
             `"keep"` leaves it, `"restore"` puts the original back.
         on_compiled: what entering does about edits of module classes when compiled code exists, which would not see them:
@@ -195,6 +198,15 @@ def patched(
             f"{shipped[0].name} acts on a model, and the target is {type(target).__name__}: pass the model first, "
             f"as in patched(model, ...)"
         )
+    if qat is not None and qat is not False:
+        if target is not None:
+            raise BadTargetError(
+                f"qat= patches vLLM's own classes, before any model is built, and the target is {type(target).__name__}: "
+                f"pass no target, as in patched(qat={qat!r}), in a scope of its own"
+            )
+        from .vllm.targets import qat_targets
+
+        shipped += qat_targets(qat)
     refuse_two_settings((*shipped, *patches))
     refuse_calibration_in_tiles((*shipped, *patches))
     root, own = target, list[Patch]()

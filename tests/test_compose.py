@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from scoped_patch import (
     replace_attribute,
     wrap_call,
 )
+from scoped_patch.engine.errors import PatchErrorGroup
 from tests.support.models import token_ids
 from tests.tiny_models import build
 
@@ -120,6 +122,26 @@ def test_bad_options(options, error, message):
         patched(build("llama")[0], **options)
     with pytest.raises(TypeError, match="unexpected keyword"):
         patched(build("llama")[0], fuse="torch")
+
+
+def test_qat_names_its_own_targets():
+    """What it does to vLLM's classes is tested where vLLM is installed."""
+    with pytest.raises(BadTargetError, match=r"qat= patches vLLM's own classes.*target is LlamaForCausalLM: pass no target"):
+        patched(build("llama")[0], qat="nvfp4")
+    with pytest.raises(BadOptionError, match="qat='int4': must be \"nvfp4\""):
+        patched(qat="int4")
+    with pytest.raises(BadTargetError, match="tiled_mlp acts on a model"):
+        patched(qat="nvfp4", tiled_mlp=2)
+    scope = patched(qat="nvfp4")
+    if importlib.util.find_spec("vllm") is None:
+        with pytest.raises(PatchErrorGroup) as caught:
+            scope.apply()
+        assert [str(error).split(":")[0] for error in caught.value.exceptions] == [
+            "nvfp4_dense_w4a16",
+            "nvfp4_dense_w4a4",
+            "nvfp4_moe",
+        ]
+        assert "vLLM is not installed in this process" in str(caught.value.exceptions[0])
 
 
 def test_a_class_in_place_of_a_patch():

@@ -148,9 +148,12 @@ class _Quantizer:
             blocks = values.unflatten(1, (-1, BLOCK))  # type: ignore[no-untyped-call]
             low, high = blocks.amin(-1), blocks.amax(-1)
             scale, _ = calculate_qparams(low, high, self._preset.weights, global_scale)
-            out = self._compressor.compress(
-                {"weight": values, "weight_scale": scale.float(), "weight_global_scale": global_scale}, self._preset
-            )
+            # Its cast is marked for torch.compile: that wants a C++ compiler on CPU, takes seconds, and leaves compiled
+            # code behind in a training process.
+            with torch.compiler.set_stance("force_eager"):
+                out = self._compressor.compress(
+                    {"weight": values, "weight_scale": scale.float(), "weight_global_scale": global_scale}, self._preset
+                )
             parts.append((out["weight_packed"], out["weight_scale"].to(torch.float8_e4m3fn)))
         packed, scales = zip(*parts, strict=True)
         return torch.cat(packed), torch.cat([s.view(torch.uint8) for s in scales]).view(torch.float8_e4m3fn)

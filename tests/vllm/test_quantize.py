@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
 
+from scoped_patch.compose import compiled_code_exists
 from scoped_patch.engine.errors import BadOptionError
 from scoped_patch.vllm import quantize_state_dict
 
+from ..support.ranks import spawn
 from .support import checkpoints
 
 pytestmark = pytest.mark.skipif(
@@ -54,6 +57,13 @@ def test_the_same_codes_as_the_hand_written_quantiser() -> None:
     assert torch.equal(ours["model.norm.weight"], state["model.norm.weight"])
 
 
+def test_quantising_compiles_nothing() -> None:
+    """Compiled code would make later class patches of this process refuse, and needs a compiler that a host may lack."""
+    out = one(torch.randn(32, 64))
+    assert out["weight_packed"].any()
+    assert not compiled_code_exists()
+
+
 def test_fused_shards_share_their_global_scale() -> None:
     state = {
         f"layers.1.self_attn.{n}.weight": torch.randn(32, 32) * f for n, f in (("q_proj", 1), ("k_proj", 5), ("v_proj", 3))
@@ -93,34 +103,23 @@ def test_scales_never_leave_the_range_of_e4m3_before_the_cast() -> None:
     assert back.isfinite().all()
 
 
-def test_halves_with_a_shared_scale_have_the_codes_of_the_whole(tmp_path: object) -> None:
+def test_halves_with_a_shared_scale_have_the_codes_of_the_whole() -> None:
     """D24: the global scale comes from the whole weight, whatever the rank holds."""
-    import torch.multiprocessing as mp
-
     weight = torch.randn(32, 64)
     whole = one(weight)
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    ranks = [context.Process(target=_half, args=(rank, f"file://{tmp_path}/sync", weight, results)) for rank in (0, 1)]
-    for rank in ranks:
-        rank.start()
-    parts = dict(results.get() for _ in ranks)
-    for rank in ranks:
-        rank.join()
+    parts = spawn(2, _half, weight.tolist())
     for key in ("weight_packed", "weight_scale"):
-        assert torch.equal(torch.cat([parts[0][key], parts[1][key]]), whole[key].view(torch.uint8))
+        assert parts[0][key] + parts[1][key] == whole[key].view(torch.uint8).tolist()
     assert parts[0]["weight_global_scale"] == parts[1]["weight_global_scale"] == whole["weight_global_scale"].tolist()
     alone = one(weight[:16])["weight_global_scale"], one(weight[16:])["weight_global_scale"]
     assert alone[0] != alone[1]
 
 
-def _half(rank: int, where: str, weight: torch.Tensor, results: object) -> None:
-    torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
-    out = one(weight[16 * rank : 16 * (rank + 1)], process_group=torch.distributed.group.WORLD)
-    sent = {k: v.view(torch.uint8) if k != "weight_global_scale" else v.tolist() for k, v in out.items()}
-    results.put((rank, sent))  # type: ignore[attr-defined]
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+def _half(rank: int, world: int, weight: list[list[float]]) -> dict[str, Any]:
+    rows = len(weight) // world
+    part = torch.tensor(weight)[rank * rows : (rank + 1) * rows]
+    out = one(part, process_group=torch.distributed.group.WORLD)
+    return {k: (v if k == "weight_global_scale" else v.view(torch.uint8)).tolist() for k, v in out.items()}
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from scoped_patch.engine import Scope
-from scoped_patch.vllm import ParamMeta, UnsupportedLayer, qat_targets, reload_weights
+from scoped_patch import patched
+from scoped_patch.vllm import ParamMeta, UnsupportedLayer, reload_weights
 
 from .support.addresses import addresses
+from .support.protocol import moved, process, without_router
 
 KINDS = [("moe", "w4a16"), ("dense", "w4a16"), ("dense", "w4a4")]
 
@@ -21,23 +22,8 @@ def engine(request: pytest.FixtureRequest, engines: Any, tmp_path_factory: pytes
     from .conftest import Engine
 
     engines("moe", "w4a16")
-    with Scope(None, qat_targets("nvfp4")):
-        # vLLM on CPU drops the plain weight of an unquantised linear layer, so nothing but reload_weights can load a router.
+    with patched(qat="nvfp4"):
         yield Engine(tmp_path_factory.mktemp("targets"), *request.param, same="mlp.gate.weight")
-
-
-def process(model: torch.nn.Module) -> None:
-    """What trainers do after load_weights."""
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(module.__dict__.get("_parameters", {}).get("weight"), torch.Tensor) and not module.weight.numel():
-            continue  # vLLM on CPU has dropped it
-        if hasattr(method, "process_weights_after_loading") and not hasattr(module, "kv_cache"):
-            method.process_weights_after_loading(module)
-
-
-def without_router(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((n, t) for n, t in state.items() if not n.endswith("mlp.gate.weight"))
 
 
 def test_prepare_load_process_five_times(engine: Any) -> None:
@@ -63,9 +49,7 @@ def test_prepare_load_process_five_times(engine: Any) -> None:
         process(model)  # a second pass finds nothing to do
         assert engine.generate() == engine.fresh[seed]
         assert {n: (id(p), type(p), p.data_ptr()) for n, p in model.named_parameters()} == live
-        moved = {k for k, v in before.items() if addresses(model).get(k) != v}
-        # On CPU vLLM packs lm_head and embeddings anew each time it processes them; that is not the targets' doing.
-        assert all("cpu_linear" in k for k in moved), moved
+        assert not moved(before, addresses(model))
 
 
 def test_both_ways_of_reloading_agree(engine: Any) -> None:

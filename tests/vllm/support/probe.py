@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import Any
 from . import checkpoints, engine
 from .addresses import addresses
 from .kernels import cpu_kernels, version
+from .protocol import moved, process, without_router
 
 import torch  # isort: skip  (after the environment is set)
 
@@ -94,6 +96,11 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
     return [k for k in a if k not in b or not torch.equal(raw(a[k]), raw(b[k]))]
 
 
+def _unread(path: str) -> bool:
+    """Activation scales, which a weight-only scheme never reads, are whatever was in memory."""
+    return "input" in path or "a13" in path or "a2_" in path
+
+
 def probe(kind: str, scheme: str, root: Path) -> dict[str, Any]:
     from scoped_patch.vllm import IncompleteReload, reload_weights
 
@@ -107,8 +114,7 @@ def probe(kind: str, scheme: str, root: Path) -> dict[str, Any]:
             with reload_weights(model, atomic=atomic) as update:
                 update.load(made[seed][1].items())
             want = fresh if seed else first
-            # Scales that a weight-only scheme never reads are whatever was in memory.
-            wrong = [k for k in differing(want, kernel_state(model)) if "input" not in k and "a13" not in k and "a2_" not in k]
+            wrong = [k for k in differing(want, kernel_state(model)) if not _unread(k)]
             out[f"{atomic}-{seed}"] = {"error": round(error(model, made[seed][1]), 4), "unlike a fresh load": wrong[:3]}
     part = [(n, t) for n, t in made[1][1].items() if "layers.0.self_attn.k_proj" not in n]
     try:
@@ -122,9 +128,36 @@ def probe(kind: str, scheme: str, root: Path) -> dict[str, Any]:
     return out
 
 
+def probe_targets(kind: str, scheme: str, root: Path) -> dict[str, Any]:
+    """The older protocol under the target patches: prepare, load, process, three times."""
+    from scoped_patch import patched
+    from scoped_patch.vllm import ParamMeta
+
+    (path, first), (other, second) = (checkpoints.write(root, kind, scheme, seed) for seed in (0, 1))
+    routers = {n: t for n, t in first.items() if n.endswith("mlp.gate.weight")}
+    checkpoints.replace(other, second | routers)
+    states = [first, second | routers]
+    out: dict[str, Any] = {"unlike a fresh load": [], "moved": []}
+    with patched(qat="nvfp4"):
+        model = build(path)
+        fresh = [kernel_state(model), kernel_state(build(other))]
+        before = addresses(model)
+        for seed in (1, 0, 1):
+            ParamMeta(model).prepare()
+            model.load_weights(without_router(states[seed]))  # type: ignore[operator]
+            process(model)
+            wrong = [k for k in differing(fresh[seed], kernel_state(model)) if not _unread(k)]
+            out["unlike a fresh load"] += wrong[:3]
+            out["moved"] += moved(before, addresses(model))[:3]
+            out[f"error-{seed}"] = round(error(model, states[seed]), 4)
+    return out
+
+
 def main(kinds: list[str]) -> None:
     from scoped_patch.vllm import qat_targets
 
+    if version() < (0, 20):
+        os.environ["VLLM_USE_FLASHINFER_MOE_FP4"] = "0"  # it would import flashinfer only to find that it is not for CPUs
     result: dict[str, Any] = {"version": ".".join(map(str, version())), "targets": {}}
     for patch in qat_targets("nvfp4"):
         found = patch._find()  # type: ignore[attr-defined]
@@ -135,6 +168,10 @@ def main(kinds: list[str]) -> None:
                 result[kind] = probe(*kind.split("-"), Path(root))
             except Exception as problem:
                 result[kind] = f"{type(problem).__name__}: {str(problem)[:400]}"
+            try:
+                result[f"targets {kind}"] = probe_targets(*kind.split("-"), Path(root))
+            except Exception as problem:
+                result[f"targets {kind}"] = f"{type(problem).__name__}: {str(problem)[:400]}"
     sys.stdout.write("PROBE " + json.dumps(result) + "\n")
 
 
