@@ -69,12 +69,13 @@ class ModelSession(Session):
         """This rank's part of a whole batch, for `sp=Ulysses(..., inputs="sharded")`.
 
         Tensors [B, S, ...] are cut in dimension 1 and `position_ids` in the last one, into equal parts: padding repeats
-        the last token, is labelled -100, masked where there is a mask, and continues the last positions.
+        the last token, is labelled -100, masked where there is a mask, and continues the last positions. A multimodal model's
+        own arguments (ids, positions, masks, labels, pixels) stay whole; `shift_labels`, `temperature` and others are cut.
 
         Raises:
             ScopeStateError: this scope has no `sp=`.
         """
-        return self._ulysses().shard(batch)
+        return self._ulysses().shard(self.target, batch)
 
     def gather(self, x: torch.Tensor, dim: int = 1, length: int | None = None) -> torch.Tensor:
         """The whole of a cut tensor on every rank: [.., S/n, ..] -> [.., S, ..]. Gradients are summed over ranks.

@@ -33,7 +33,9 @@ def sample_starts(position_ids: Tensor | None, cu_seqlens: Tensor | None, length
     """Where a packed sample begins.
 
     Args:
-        position_ids: [B, S] ids, or [3, B, S] / [4, B, S] ids of multi-axis rope, whose first axis decides.
+        position_ids: [B, S] ids, or those of multi-axis rope: [4, B, S], of which the first axis is the text's and decides;
+            [3, B, S], of which all axes begin anew at once. (The temporal one alone may stand at 0 over a leading image, and
+            goes down after a long video.)
         cu_seqlens: [N + 1] cumulative lengths of one packed row; wins over position_ids.
         length: S.
 
@@ -46,17 +48,11 @@ def sample_starts(position_ids: Tensor | None, cu_seqlens: Tensor | None, length
         return inner[None]
     if position_ids is None:
         return None
-    axes = 1
-    if position_ids.ndim == 3:
-        axes = position_ids.shape[0]
-        position_ids = position_ids[0]
-    if position_ids.ndim == 1:
-        position_ids = position_ids[None]
-    before, here = position_ids[:, :-1], position_ids[:, 1:]
-    restart = here < before
-    if axes != 3:
-        # Text positions are 0 only at a start. The temporal axis of [3, B, S] ids may repeat 0 over a leading image.
-        restart = restart | (here == 0)
+    axes = position_ids if position_ids.ndim == 3 else position_ids.reshape(1, -1, position_ids.shape[-1])
+    if len(axes) == 4:
+        axes = axes[:1]
+    before, here = axes[..., :-1], axes[..., 1:]
+    restart = (here < before).all(0) | (here == 0).all(0)
     return torch.nn.functional.pad(restart, (1, 0), value=False)
 
 

@@ -117,6 +117,11 @@ def plain_name(model: nn.Module) -> str:
     return cls.__name__
 
 
+def is_multimodal(model: nn.Module) -> bool:
+    """Does a vision (or another) tower feed the text decoder?"""
+    return getattr(getattr(model, "config", None), "vision_config", None) is not None
+
+
 def text_config(model: nn.Module) -> Any:
     config = getattr(model, "config", None)
     getter = getattr(config, "get_text_config", None)

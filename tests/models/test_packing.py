@@ -48,6 +48,12 @@ def test_starts_of_multi_axis_ids():
     assert starts(packed.expand(4, 1, 4)) == [[0, 0, 1, 0]]
     # a leading image: the temporal axis of three stands at 0 over all its tokens
     assert starts(torch.tensor([[[0, 0, 0, 0, 2]], [[0, 0, 1, 1, 2]], [[0, 1, 0, 1, 2]]])) == [[0] * 5]
+    # after a video of four frames the text goes on where its height and width ended, below the last frame's time
+    video = torch.tensor([[[0, 1, 2, 3, 4, 2, 3]], [[0, 1, 1, 1, 1, 2, 3]], [[0, 1, 1, 1, 1, 2, 3]]])
+    assert starts(video) == [[0] * 7]
+    assert starts(torch.cat([video, video], -1)) == [[0] * 7 + [1] + [0] * 6]
+    assert starts(torch.tensor([3, 4, 5, 0, 1]).expand(3, 1, 5)) == [[0, 0, 0, 1, 0]]
+    assert starts(torch.tensor([5, 6, 2, 3]).expand(3, 1, 4)) == [[0, 0, 1, 0]]
 
 
 def test_lengths_win():

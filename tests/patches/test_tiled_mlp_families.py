@@ -14,7 +14,17 @@ from tests.support.models import gpt2, token_ids
 from tests.support.scores import take_gradients
 from tests.tiny_models import BUILDERS, build, text_decoder
 
-MIXTURES = ("qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v3", "kimi_linear", "qwen3_vl_moe", "qwen3_5_moe", "kimi_k25")
+MIXTURES = (
+    "qwen3_moe",
+    "glm4_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "kimi_linear",
+    "qwen3_vl_moe",
+    "qwen3_5_moe",
+    "kimi_k25",
+    "glm4v_moe",
+)
 
 #: what each family's blocks are, by place
 PLACES = {
@@ -24,6 +34,7 @@ PLACES = {
     "deepseek_v3": ["dense", "experts", "dense"],
     "kimi_linear": ["dense", "experts", "dense"],
     "qwen3_vl_moe": ["dense", "experts"],
+    "glm4v_moe": ["dense", "experts", "dense"],
     "qwen3_5_moe": ["experts", "dense", "experts", "dense"],
     "kimi_k25": ["dense", "experts", "dense"],
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,18 +122,18 @@ def packed_positions(length: int) -> Tensor:
     return torch.cat([torch.arange(n) for n in sample_lengths(length)])[None]
 
 
-def pairwise(axes: dict[str, tuple[Any, ...]], base: Case) -> list[Case]:
-    """Cases in which every possible pair of two axes' values occurs at least once. Greedy and deterministic."""
+def pairwise(axes: dict[str, tuple[Any, ...]], base: Any, possible: Callable[[Any], bool] = possible) -> list[Any]:
+    """Cases like `base` in which every possible pair of two axes' values occurs at least once. Greedy and deterministic."""
     names = list(axes)
     pairs: set[tuple[tuple[str, Any], tuple[str, Any]]] = set()
     for a, b in itertools.combinations(names, 2):
         pairs |= {((a, x), (b, y)) for x in axes[a] for y in axes[b]}
     generator = random.Random(0)
-    chosen: list[Case] = []
+    chosen: list[Any] = []
     missed: set[Any] = set()
     while pairs:
         first = min(pairs, key=repr)
-        best: Case | None = None
+        best: Any = None
         best_gain: set[Any] = set()
         for _ in range(120):
             values = {name: generator.choice(axes[name]) for name in names}

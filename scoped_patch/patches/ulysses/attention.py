@@ -177,7 +177,7 @@ def mix(
         return mixed
 
     rows = []
-    for start, end, row in _samples(shard, whole.shape[0]):
+    for start, end, row in _samples(shard, whole.shape[0], mask):
         part = whole.narrow(1, start, end - start)
         part_mask = None if mask is None else mask.narrow(1, start, end - start)
         if row is None:
@@ -190,12 +190,14 @@ def mix(
     return shard.cut(out, 1) if shard.group is not None else out
 
 
-def _samples(shard: SequenceShard, batch: int) -> list[tuple[int, int, int | None]]:
-    """(start, end, row) of every packed sample; row None: all rows at once."""
+def _samples(shard: SequenceShard, batch: int, mask: Tensor | None) -> list[tuple[int, int, int | None]]:
+    """(start, end, row) of every packed sample; row None: all rows at once. Padding, which may stand at 0, starts nothing."""
     starts = shard.starts()
     if starts is None:
         return [(0, shard.length, None)]
     starts = starts.expand(batch, -1)
+    if mask is not None:
+        starts = starts & mask.bool()
     found: list[tuple[int, int, int | None]] = []
     for row in range(batch):
         at = [0, *starts[row].nonzero().flatten().tolist(), shard.length]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -9,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...engine.errors import BadOptionError
+from ...models.attention import bind_positional
 from ...models.packing import CU_SEQLENS, IGNORE_INDEX, aligned_targets
 from ...models.sharding import SequenceShard
-from ...models.spec import describe
-from ...ops.sequence_parallel import all_gather, pad_sequence, shard_length
+from ...models.spec import describe, is_multimodal
+from ...ops.sequence_parallel import all_gather, all_reduce_sum, pad_sequence, shard_length
 
 #: [batch, sequence] arguments of a model's call
 _PER_TOKEN = ("attention_mask", "position_ids", "labels", "shift_labels", "mm_token_type_ids", "token_type_ids")
@@ -107,29 +109,36 @@ def learn_of_others(shard: SequenceShard, kwargs: dict[str, Any]) -> None:
     assert targets is not None
     shard.targets = targets.narrow(1, shard.rank * size, size).contiguous()
     if kwargs.get("labels") is not None:
-        _share_of_loss(kwargs, targets, shard.targets)
+        _share_of_loss(kwargs, _count(targets), shard.targets)
 
 
 def cut_targets(shard: SequenceShard, kwargs: dict[str, Any]) -> None:
     """Whole inputs, cut outputs (multimodal models in a cut layout): this rank's aligned targets and share of the loss."""
     given = kwargs.get("shift_labels")
     if isinstance(given, Tensor) and given.shape[1] == shard.size != shard.length:
-        shard.targets = given
+        shard.targets = kwargs["shift_labels"] = given.contiguous()
+        if kwargs.get("labels") is not None:
+            count = _count(given)
+            _share_of_loss(kwargs, count if shard.group is None else all_reduce_sum(count, shard.group), shard.targets)
         return
     whole = aligned_targets(kwargs)
     if whole is None:
         return
-    shard.targets = shard.cut(whole, 1, IGNORE_INDEX)
+    shard.targets = shard.cut(whole, 1, IGNORE_INDEX).contiguous()  # losses take it flat
     if kwargs.get("labels") is not None:
-        _share_of_loss(kwargs, whole, shard.targets)
+        _share_of_loss(kwargs, _count(whole), shard.targets)
 
 
-def _share_of_loss(kwargs: dict[str, Any], whole: Tensor, mine: Tensor) -> None:
+def _count(targets: Tensor) -> Tensor:
+    return (targets != IGNORE_INDEX).sum()
+
+
+def _share_of_loss(kwargs: dict[str, Any], count: Tensor, mine: Tensor) -> None:
     """The loss becomes this rank's sum over the count of all ranks, so that the shares add up to one process's mean."""
     kwargs["shift_labels"] = mine
     kwargs["labels"] = mine  # models ask whether there are labels, and use the shifted ones
     if kwargs.get("num_items_in_batch") is None:
-        kwargs["num_items_in_batch"] = (whole != IGNORE_INDEX).sum().clamp(min=1)
+        kwargs["num_items_in_batch"] = count.clamp(min=1)
 
 
 def _check_cut(name: str, x: Tensor, shard: SequenceShard) -> None:
@@ -165,8 +174,15 @@ def cut_visual_rows(shard: SequenceShard, kwargs: dict[str, Any]) -> None:
     kwargs["deepstack_visual_embeds"] = [x[rows] for x in embeds]
 
 
-def shard_batch(group: dist.ProcessGroup | None, batch: dict[str, Any]) -> dict[str, Any]:
+def whole_inputs(model: nn.Module) -> tuple[str, ...]:
+    """The arguments that a model takes whole in a cut layout: all that a multimodal model's forward names; else none."""
+    return bind_positional(type(model).forward) if is_multimodal(model) else ()
+
+
+def shard_batch(group: dist.ProcessGroup | None, batch: dict[str, Any], whole: Collection[str] = ()) -> dict[str, Any]:
     """This rank's part of a whole batch, padded to equal parts.
+
+    What `whole` names stays as it is: a multimodal model takes whole inputs, since images may lie anywhere.
 
     Tensors [B, S, ...] are cut in dimension 1, `position_ids` in the last one; a 4-D mask and all else stays whole. Padding
     is labelled -100 (`shift_labels` are added where no labels are given), masked where there is a mask, and continues the
@@ -180,24 +196,24 @@ def shard_batch(group: dist.ProcessGroup | None, batch: dict[str, Any]) -> dict[
         return dict(batch)
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     size = shard_length(length, ranks)
-    if size * ranks > length and all(batch.get(name) is None for name in ("labels", "shift_labels")):
+    if not whole and size * ranks > length and all(batch.get(name) is None for name in ("labels", "shift_labels")):
         targets = aligned_targets(batch)
         if targets is not None:  # otherwise the last real token would be scored against padding
             batch = {**batch, "shift_labels": targets}
     made: dict[str, Any] = {}
     for name, x in batch.items():
         dim = -1 if name == "position_ids" else 1
-        if name == "attention_mask" and isinstance(x, Tensor) and x.ndim == 4:
+        if name == "attention_mask" and name not in whole and isinstance(x, Tensor) and x.ndim == 4:
             made[name] = _padded_mask(x, ranks * size)
             continue
-        if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[dim] != length:
+        if name in whole or not isinstance(x, Tensor) or x.ndim < 2 or x.shape[dim] != length:
             made[name] = x
             continue
         value = _PADDING.get(name)
-        whole = pad_sequence(x, dim % x.ndim, ranks * size, value)
+        padded = pad_sequence(x, dim % x.ndim, ranks * size, value)
         if name == "position_ids":
-            whole[..., length:] += torch.arange(1, ranks * size - length + 1, device=x.device)
-        made[name] = whole.narrow(dim, rank * size, size).contiguous()
+            padded[..., length:] += torch.arange(1, ranks * size - length + 1, device=x.device)
+        made[name] = padded.narrow(dim, rank * size, size).contiguous()
     return made
 
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...engine.errors import UnsupportedError
 from ...models.packing import aligned_targets
-from ...models.spec import describe
+from ...models.spec import describe, is_multimodal
 from ...ops.sequence_parallel import all_reduce_sum, gather_sequence, shard_bounds, shard_length
 from .batch import sequence_length, shard_batch
 
@@ -40,7 +40,7 @@ class SpreadCheck:
         inner: nn.Module,
         batch: dict[str, Any],
     ) -> None:
-        if sharded and getattr(getattr(inner, "config", None), "vision_config", None) is not None:
+        if sharded and is_multimodal(inner):
             raise UnsupportedError(
                 f"verify() of {describe(inner)}: with inputs='sharded' a multimodal model takes whole inputs and gives cut "
                 f"outputs, which are not compared; use a scope with inputs='full'"

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...models.sharding import SequenceShard
+from ...models.spec import text_config
 from ...ops.sequence_parallel import all_reduce_sum, scale_gradient
 
 
@@ -56,13 +57,22 @@ def _globalise_loss(out: Any, shard: SequenceShard) -> None:
         return
     share = loss.detach()
     aux = getattr(out, "aux_loss", None)
-    weight = getattr(shard.model, "router_aux_loss_coef", None)
+    weight = router_weight(shard.model)
     if isinstance(aux, Tensor) and weight is not None:
         common = weight * aux.detach().to(share.device)  # of the whole sequence already, on every rank
         total = all_reduce_sum(share - common, shard.group) + common  # type: ignore[arg-type]
     else:
         total = all_reduce_sum(share, shard.group)  # type: ignore[arg-type]
     out.loss = loss + (total - share)
+
+
+def router_weight(model: nn.Module) -> float | None:
+    """What a model multiplies its auxiliary loss with: text models keep it, multimodal ones have it in their text config."""
+    for holder in (model, text_config(model)):
+        weight = getattr(holder, "router_aux_loss_coef", None)
+        if weight is not None:
+            return float(weight)
+    return None
 
 
 def _map_floats(out: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -24,7 +24,7 @@ from ...models.spec import describe, text_config
 from ...models.unwrap import unwrap
 from ...ops.sequence_parallel import HeadLayout, gather_sequence, report_failure
 from . import groups
-from .batch import shard_batch
+from .batch import shard_batch, whole_inputs
 from .checking import SpreadCheck
 from .seam import Seam
 
@@ -266,9 +266,9 @@ class Ulysses(Patch):
         group, mean = groups.resolve(self.group), self.grad_reduction == "mean"
         return SpreadCheck(group, self.inputs == "sharded", mean, model, unwrap(model).model, batch)
 
-    def shard(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def shard(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of a whole batch, as `inputs="sharded"` takes it; see `ModelSession.shard`."""
-        made = shard_batch(groups.resolve(self.group), batch)
+        made = shard_batch(groups.resolve(self.group), batch, whole_inputs(unwrap(model).model))
         given = batch.get("input_ids")
         self._last_length[:] = [(given if given is not None else batch["inputs_embeds"]).shape[1]]
         return made

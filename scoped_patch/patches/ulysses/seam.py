@@ -15,7 +15,7 @@ from ...engine.errors import BadOptionError, SeamNotReachedError, UnsupportedErr
 from ...models.attention import MixingLayer, bind_positional, config_with_implementation, refresh_config
 from ...models.packing import CU_SEQLENS
 from ...models.sharding import SequenceShard, active_shard, announce, withdraw
-from ...models.spec import describe, forward_names
+from ...models.spec import describe, forward_names, is_multimodal
 from ...ops.sequence_parallel import begin_step, report_failure
 from .attention import SHARD, attend, mix, no_shard
 from .batch import check_whole, cut_rotary, cut_targets, cut_visual_rows, learn_of_others, sequence_length
@@ -44,8 +44,7 @@ class Seam:
         self.model_positional = bind_positional(type(model).forward)
         self.decoder_positional = bind_positional(type(decoder).forward)
         self.own_loss = "loss_function" not in forward_names(model)
-        self.multimodal = getattr(getattr(model, "config", None), "vision_config", None) is not None
-        self.whole_inputs = patch.inputs == "full" or self.multimodal
+        self.whole_inputs = patch.inputs == "full" or is_multimodal(model)
 
     # ------------------------------------------------------------------------------------------------- the model
     def model_forward(self, prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
