@@ -18,6 +18,7 @@ from ..engine import LIVE, Edit, Patch, PlannedEdit, Snapshot, attribute_slot
 from ..engine.adhoc import signature_of
 from ..engine.live import LiveStack
 from .modules import module_paths, walk
+from .sharding import announced, resumed
 from .unwrap import class_names, unwrap
 
 #: the method of a transformers model that `gradient_checkpointing_enable` and `_disable` come down to
@@ -108,10 +109,10 @@ def recomputing_as_run(checkpoint: Callable[..., Any], root: object) -> Callable
     def checkpoint_under_replay(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return checkpoint(function, *args, **kwargs)  # the traced graph holds the patched code already
-        snapshot = snapshot_of(LIVE, root)
+        snapshot, shards = snapshot_of(LIVE, root), announced()
 
         def run(*inner: Any, **named: Any) -> Any:
-            with LIVE.replay(snapshot):
+            with LIVE.replay(snapshot), resumed(shards):
                 return function(*inner, **named)
 
         return checkpoint(run, *args, **kwargs)

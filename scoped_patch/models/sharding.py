@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,6 +194,16 @@ class KeptRows:
 _active: list[SequenceShard] = []
 
 
+class _Resumed(threading.local):
+    """The calls that are being recomputed on this thread; autograd recomputes on threads of its own."""
+
+    def __init__(self) -> None:
+        self.shards: tuple[SequenceShard, ...] = ()
+
+
+_resumed = _Resumed()
+
+
 def announce(shard: SequenceShard) -> None:
     _active.append(shard)
 
@@ -201,6 +213,27 @@ def withdraw(shard: SequenceShard) -> None:
     while _active:
         if _active.pop() is shard:
             return
+
+
+def announced() -> tuple[SequenceShard, ...]:
+    """The calls that run now, for `resumed`."""
+    return (*_resumed.shards, *_active)
+
+
+@contextmanager
+def resumed(shards: tuple[SequenceShard, ...]) -> Iterator[None]:
+    """For a recomputation: what was announced at its forward, on this thread."""
+    before = _resumed.shards
+    _resumed.shards = shards
+    try:
+        yield
+    finally:
+        _resumed.shards = before
+
+
+def resumed_shard(model: nn.Module) -> SequenceShard | None:
+    """How the call of `model` was spread that is being recomputed on this thread, or None."""
+    return next((shard for shard in reversed(_resumed.shards) if shard.model is model), None)
 
 
 def active_shard(model: nn.Module) -> SequenceShard | None:

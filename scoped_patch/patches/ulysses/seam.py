@@ -14,7 +14,7 @@ from ...engine.adhoc import signature_of
 from ...engine.errors import BadOptionError, SeamNotReachedError, UnsupportedError
 from ...models.attention import MixingLayer, bind_positional, config_with_implementation, refresh_config
 from ...models.packing import CU_SEQLENS
-from ...models.sharding import SequenceShard, active_shard, announce, withdraw
+from ...models.sharding import SequenceShard, active_shard, announce, resumed_shard, withdraw
 from ...models.spec import describe, forward_names, is_multimodal
 from ...ops.sequence_parallel import begin_step, report_failure
 from .attention import SHARD, attend, mix, no_shard
@@ -184,11 +184,17 @@ class Seam:
             kwargs["logits_to_keep"] = 0  # the model cuts what comes out; it would cut this rank's part here
 
     # ------------------------------------------------------------------------------------------------- the layers
+    def _present(self) -> SequenceShard | None:
+        """The decoder call that runs, or the one of which a layer is being recomputed."""
+        if self.shards:
+            return self.shards[-1]
+        return None if torch.compiler.is_dynamo_compiling() else resumed_shard(self.model)
+
     def layer_forward(self, layer: MixingLayer) -> Callable[..., Any]:
         def sharded_layer(prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self.shards:
+            shard = self._present()
+            if shard is None:
                 return prior(*args, **kwargs)
-            shard = self.shards[-1]
             if shard.group is not None:
                 for name, value in kwargs.items():
                     if name.startswith("position_embeddings"):
@@ -211,8 +217,8 @@ class Seam:
 
     def mixer_forward(self, prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         shard = kwargs.pop(SHARD, None)
-        if shard is None and self.shards:
-            shard = self.shards[-1]
+        if shard is None:
+            shard = self._present()
         if shard is None:
             if self.pass_through:
                 return prior(*args, **kwargs)
@@ -246,8 +252,8 @@ class Seam:
     ) -> tuple[Tensor, Any]:
         """The entry of the attention interface under this plan's name."""
         shard = kwargs.pop(SHARD, None)
-        if shard is None and self.shards:
-            shard = self.shards[-1]
+        if shard is None:
+            shard = self._present()
         config = module.config.__dict__[_PRIOR]
         if shard is None:
             if not self.pass_through:
