@@ -18,9 +18,9 @@ STAMP := $(VENV)/.installed
 # Several worker processes share the cores, so each of them computes on one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term $(PYTEST_ARGS)
 
-# An engine is slow to start and lives as long as its process, so tests that share one stay together.
+# An engine is slow to start and lives as long as its process, so the tests of a file stay together.
 VLLM_STAMP := $(VENV_VLLM)/.installed
-PYTEST_VLLM := OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/vllm $(PYTEST_ARGS)
+PYTEST_VLLM := OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/vllm $(PYTEST_ARGS)
 
 .PHONY: venv venv-vllm demo test test-main test-vllm test-full lint format bench clean
 

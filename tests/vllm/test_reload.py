@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -189,7 +190,10 @@ def test_back_to_the_previous_weights(engine: Any) -> None:
     with reload_weights(engine.llm, keep_previous=True) as update:
         update.load(engine.state[1].items())
     assert engine.generate() == engine.fresh[1]
+    gc.collect()  # kernel objects that own C++ handles must outlive the possibility of going back
     update.rollback_to_previous()
+    assert engine.generate() == engine.fresh[0]
+    gc.collect()
     assert engine.generate() == engine.fresh[0]
     assert addresses(engine.model) == before
     with pytest.raises(ScopeStateError, match="nothing to go back to"):
