@@ -38,7 +38,7 @@ from .engine.errors import (
     UnsupportedError,
 )
 from .models.verify import VerifyReport
-from .patches import FakeQuant, FusedHead, PackedGroups, PrefixGrouper, TiledMLP, Ulysses, pack_prefix_groups
+from .patches import FakeQuant, FusedHead, PackedGroups, PrefixGrouper, TiledMLP, Ulysses, VLMMixedBatch, pack_prefix_groups
 
 __version__ = "0.1.0.dev0"
 
@@ -75,6 +75,7 @@ __all__ = [
     "TiledMLP",
     "Ulysses",
     "UnsupportedError",
+    "VLMMixedBatch",
     "VerifyReport",
     "active",
     "assert_clean",

@@ -14,6 +14,7 @@ from .engine.session import OnForeign
 from .engine.slots import ClassSlot
 from .models.checkpointing import RecomputeAsRun
 from .models.saving import SavesUnpatched
+from .models.spec import is_multimodal
 from .models.unwrap import unwrap
 from .models.verify import VerifyReport, verify
 from .patches.fake_quant import FakeQuant
@@ -22,6 +23,7 @@ from .patches.prefix_grouper import PrefixGrouper
 from .patches.tiled_mlp import TiledMLP
 from .patches.ulysses import Ulysses
 from .patches.value_head import ValueHead
+from .patches.vlm_mixed_batch import VLMMixedBatch
 
 OnCompiled = Literal["error", "reset"]
 
@@ -137,6 +139,7 @@ def patched(
     prefix_grouper: Any = None,
     fake_quant: Any = None,
     qat: Any = None,
+    vlm_mixed_batch: bool | None = None,
     on_foreign: OnForeign = "error",
     on_compiled: OnCompiled = "error",
 ) -> PatchedScope:
@@ -164,6 +167,8 @@ def patched(
         fake_quant: train through NVFP4: `"w4a16"` (weights), `"w4a4"` (inputs too), or a `FakeQuant`.
         qat: vLLM's NVFP4 schemes made repeatable, for reload code that processes weights more than once: `"nvfp4"`, one of
             `scoped_patch.vllm`'s target patches, or several. Takes no model; enter it before vLLM loads the first weights.
+        vlm_mixed_batch: of a vision-language model: batches without images run the tower on a blank one, with no effect, so
+            that ranks with and without images stay in step (`VLMMixedBatch`). None: with `sp=`.
         on_foreign: what leaving does about a place that somebody else changed meanwhile: `"error"` leaves it and raises,
             `"keep"` leaves it, `"restore"` puts the original back.
         on_compiled: what entering does about edits of module classes when compiled code exists, which would not see them:
@@ -194,6 +199,10 @@ def patched(
     if fake_quant is not None and fake_quant is not False:
         shipped.append(_option("fake_quant", fake_quant, FakeQuant, (str,), "'w4a16', 'w4a4' or a FakeQuant"))
     is_model = isinstance(target, nn.Module)
+    if vlm_mixed_batch not in (None, True, False):
+        raise BadOptionError(f"vlm_mixed_batch must be True, False or None (with sp=), got {vlm_mixed_batch!r}")
+    if vlm_mixed_batch:
+        shipped.append(VLMMixedBatch())
     if shipped and not is_model:
         raise BadTargetError(
             f"{shipped[0].name} acts on a model, and the target is {type(target).__name__}: pass the model first, "
@@ -217,6 +226,9 @@ def patched(
         own = [RecomputeAsRun(), SavesUnpatched()]
         if found.value_head is not None:
             own.insert(0, ValueHead())
+        kinds = {type(one) for one in (*shipped, *patches)}
+        if vlm_mixed_batch is None and Ulysses in kinds and VLMMixedBatch not in kinds and is_multimodal(root):
+            own.insert(0, VLMMixedBatch(required=False))
     return PatchedScope(target, (*shipped, *patches, *own), root=root, on_foreign=on_foreign, on_compiled=on_compiled)
 
 

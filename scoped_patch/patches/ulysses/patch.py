@@ -20,8 +20,9 @@ from ...models.attention import (
     mixing_layers,
 )
 from ...models.modules import foreign_forward, forward_edit, module_paths
-from ...models.spec import describe, text_config
+from ...models.spec import describe, is_multimodal, text_config
 from ...models.unwrap import unwrap
+from ...models.vision import find_vision
 from ...ops.sequence_parallel import HeadLayout, gather_sequence, report_failure
 from . import groups
 from .batch import shard_batch, whole_inputs
@@ -109,6 +110,8 @@ class Ulysses(Patch):
                 return Support(False, f"{describe(model)}: {error}")
             if layout.kv_sent is not None:
                 notes.append(f"{kv} key-value heads for {ranks} ranks: each rank is sent {layout.kv_per_rank} of them")
+        if is_multimodal(model):
+            notes += _vision_notes(model)
         foreign = [kind for layer in layers if (kind := foreign_forward(layer.layer))]
         notes += [f"found a forward put on the instance by somebody else and wrapped it: {kind}" for kind in foreign[:3]]
         return Support(True, notes=tuple(notes))
@@ -283,3 +286,12 @@ class Ulysses(Patch):
             known = self._last_length[0] if self._last_length else whole
             length = known if 0 <= whole - known < dist.get_world_size(group) else whole
         return gather_sequence(x, dim, group, length=length)
+
+
+def _vision_notes(model: nn.Module) -> list[str]:
+    """Sequences are cut after the tower, at the decoder; which parts these are."""
+    try:
+        parts = find_vision(model).notes()
+    except ScopedPatchError as error:
+        parts = (str(error),)
+    return ["images are computed whole on every rank, and sequences cut at the decoder", *parts]
