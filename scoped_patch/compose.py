@@ -184,7 +184,7 @@ def patched(
     """
     if isinstance(target, Patch):
         patches, target = (target, *patches), None
-    if on_compiled not in ("error", "reset"):
+    if not (isinstance(on_compiled, str) and on_compiled in ("error", "reset")):
         raise BadOptionError(f"on_compiled must be 'error' or 'reset', got {on_compiled!r}")
     shipped: list[Patch] = []
     if sp is not None and sp is not False:

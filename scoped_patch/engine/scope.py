@@ -43,7 +43,7 @@ class Scope(Generic[SessionT]):
     session_class: type[SessionT] = Session  # type: ignore[assignment]
 
     def __init__(self, target: Any, patches: tuple[Patch, ...], *, root: Any = None, on_foreign: OnForeign = "error") -> None:
-        if on_foreign not in ("error", "keep", "restore"):
+        if not (isinstance(on_foreign, str) and on_foreign in ("error", "keep", "restore")):
             raise BadOptionError(f"on_foreign must be 'error', 'keep' or 'restore', got {on_foreign!r}")
         for patch in patches:
             if not isinstance(patch, Patch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import math
 import re
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -64,10 +65,10 @@ class FakeQuant(Patch):
     )
 
     def __post_init__(self) -> None:
-        if self.scheme not in SCHEMES:
+        if not (isinstance(self.scheme, str) and self.scheme in SCHEMES):
             raise BadOptionError(f"fake_quant must be 'w4a16', 'w4a4' or a FakeQuant, got {self.scheme!r}")
         patterns: Any = self.ignore
-        if isinstance(patterns, str) or not all(isinstance(one, str) for one in patterns):
+        if not isinstance(patterns, (tuple, list, set, frozenset)) or not all(isinstance(one, str) for one in patterns):
             raise BadOptionError(f"fake_quant: ignore must be a list of patterns, got {patterns!r}")
         for pattern in patterns:
             if pattern.startswith("re:"):
@@ -81,9 +82,10 @@ class FakeQuant(Patch):
             return
         if self.scheme != "w4a4":
             raise BadOptionError("fake_quant: input_global_scales belong to scheme 'w4a4'; 'w4a16' leaves inputs as they are")
+        if isinstance(given, Mapping) and not all(isinstance(name, str) for name in given):
+            raise BadOptionError(f"fake_quant: input_global_scales must be by layer name, got the keys {list(given)!r}")
         for value in given.values() if isinstance(given, Mapping) else (given,):
-            number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float))
-            if isinstance(value, bool) or not number or not 0 < float(value) < float("inf"):
+            if not _is_scale(value):
                 raise BadOptionError(f"fake_quant: an input_global_scale must be a number > 0, got {value!r}")
 
     @property
@@ -243,6 +245,13 @@ class FakeQuant(Patch):
                 scales[name] = tensor_scale(seen)
             given = scales
         return {**made, "input_global_scales": given}
+
+
+def _is_scale(value: Any) -> bool:
+    """A finite number > 0, or a tensor that holds one."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.is_floating_point() and not value.is_meta and 0 < value.item() < math.inf
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def siblings(name: str) -> list[str]:

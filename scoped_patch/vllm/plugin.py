@@ -1,17 +1,20 @@
 """vLLM's plugin entry: `vllm.general_plugins` calls `register()` in every process of an engine, before models are built.
 
-Inert unless the environment variable SCOPED_PATCH_VLLM_QAT asks for the target patches ("nvfp4"); they then stay on for the
-life of the process.
+Inert unless the environment variable SCOPED_PATCH_VLLM_QAT asks for the target patches ("nvfp4"), or SCOPED_PATCH_SPEC holds
+the spec of a scope with `qat=` (see `scoped_patch.spec`); they then stay on for the life of the process.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+from typing import Any
 
 logger = logging.getLogger("scoped_patch")
 
 VARIABLE = "SCOPED_PATCH_VLLM_QAT"
+SPEC_VARIABLE = "SCOPED_PATCH_SPEC"
 _session: object = None
 
 
@@ -22,11 +25,23 @@ def register() -> None:
         BadOptionError, UnsupportedError: what was asked for is unknown, or this vLLM does not have it.
     """
     global _session
-    wanted = os.environ.get(VARIABLE, "")
+    wanted = os.environ.get(VARIABLE, "") or _in_spec()
     if not wanted or _session is not None:
         return
     from ..engine import Scope
-    from .targets import qat_targets
+    from .targets import qat_targets, targets_by_name
 
-    _session = Scope(None, qat_targets(wanted)).apply()
-    logger.info("%s=%s: %r", VARIABLE, wanted, _session)
+    targets = qat_targets(wanted) if isinstance(wanted, str) else targets_by_name(wanted)
+    _session = Scope(None, targets).apply()
+    logger.info("%s: %r", wanted, _session)
+
+
+def _in_spec() -> Any:
+    """What the spec in the environment says of `qat`, if there is one; what else it says is for the trainer's processes."""
+    spec = os.environ.get(SPEC_VARIABLE, "")
+    try:
+        return json.loads(spec).get("qat", "") if spec else ""
+    except (ValueError, AttributeError):
+        from ..engine.errors import BadOptionError
+
+        raise BadOptionError(f"{SPEC_VARIABLE} holds no spec (a JSON object): {spec[:80]!r}") from None

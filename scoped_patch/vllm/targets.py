@@ -130,7 +130,7 @@ def qat_targets(qat: Any) -> tuple[Patch, ...]:
     Raises:
         BadOptionError: anything else.
     """
-    if qat == "nvfp4":
+    if isinstance(qat, str) and qat == "nvfp4":
         return NVFP4DenseW4A16(), NVFP4DenseW4A4(), NVFP4MoE()
     given = qat if isinstance(qat, (list, tuple)) else (qat,)
     if given and all(isinstance(one, _Target) for one in given):
@@ -162,3 +162,17 @@ def _takes_a_layer(owner: type) -> bool:
 
 def _show(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
+
+
+def targets_by_name(names: Any) -> tuple[Patch, ...]:
+    """The target patches of these names, as a spec has them; "nvfp4" is all.
+
+    Raises:
+        BadOptionError: a name that is none of theirs.
+    """
+    if isinstance(names, str):
+        return qat_targets(names)
+    known = {patch.name: patch for patch in qat_targets("nvfp4")}
+    if not isinstance(names, (list, tuple)) or not names or not all(isinstance(n, str) and n in known for n in names):
+        raise BadOptionError(f'qat={names!r}: must be "nvfp4" or some of {", ".join(known)}')
+    return tuple(known[name] for name in names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
@@ -110,5 +111,5 @@ def check_temperature(temperature: Any) -> None:
         looked = temperature.device.type == "cpu" and not torch.compiler.is_dynamo_compiling()
         if looked and not bool((temperature > 0).all()):
             raise BadOptionError(f"temperature: every value must be > 0, the least is {temperature.min().item():g}")
-    elif isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not temperature > 0:
+    elif isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
         raise BadOptionError(f"temperature: got {temperature!r}, wanted a number > 0 or a float32 tensor [B] or [B, S]")

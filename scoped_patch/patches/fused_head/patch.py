@@ -54,16 +54,19 @@ class FusedHead(Patch):
     name: str = field(default="fused_head", init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.backend not in ("auto", "torch", "triton"):
+        if not (isinstance(self.backend, str) and self.backend in ("auto", "torch", "triton")):
             raise BadOptionError(f"fused: the backend must be 'auto', 'torch' or 'triton', got {self.backend!r}")
-        wanted = (self.outputs,) if isinstance(self.outputs, str) else tuple(self.outputs)
-        if not wanted or any(one not in OUTPUTS for one in wanted):
+        given: Any = (self.outputs,) if isinstance(self.outputs, str) else self.outputs
+        wanted = tuple(given) if isinstance(given, (tuple, list, set, frozenset)) else ()
+        if not wanted or not all(isinstance(one, str) and one in OUTPUTS for one in wanted):
             raise BadOptionError(f"fused: outputs must be one or more of {', '.join(OUTPUTS)}, got {self.outputs!r}")
         object.__setattr__(self, "outputs", wanted)
         memory: Any = self.memory
         is_bytes = isinstance(memory, int) and not isinstance(memory, bool) and memory > 0
-        if memory not in ("auto", "low") and not is_bytes:
+        if not is_bytes and not (isinstance(memory, str) and memory in ("auto", "low")):
             raise BadOptionError(f"fused: memory must be 'auto', 'low' or a number of bytes > 0, got {memory!r}")
+        if not isinstance(self.entropy_grad, bool):
+            raise BadOptionError(f"fused: entropy_grad must be True or False, got {self.entropy_grad!r}")
         check_temperature(self.temperature)
 
     @property

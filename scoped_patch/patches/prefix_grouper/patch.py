@@ -50,7 +50,7 @@ class PrefixGrouper(Patch):
     def __post_init__(self) -> None:
         if not isinstance(self.find, bool):
             raise BadOptionError(f"prefix_grouper: find must be True or False, got {self.find!r}")
-        if self.backend not in BACKENDS:
+        if not (isinstance(self.backend, str) and self.backend in BACKENDS):
             raise BadOptionError(
                 f"prefix_grouper: the backend must be one of {', '.join(map(repr, BACKENDS))}, got {self.backend!r}"
             )

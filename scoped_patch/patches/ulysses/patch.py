@@ -67,9 +67,9 @@ class Ulysses(Patch):
 
     def __post_init__(self) -> None:
         groups.check_option(self.group)
-        if self.inputs not in ("full", "sharded"):
+        if not (isinstance(self.inputs, str) and self.inputs in ("full", "sharded")):
             raise BadOptionError(f"sp: inputs must be 'full' or 'sharded', got {self.inputs!r}")
-        if self.grad_reduction not in ("mean", "sum"):
+        if not (isinstance(self.grad_reduction, str) and self.grad_reduction in ("mean", "sum")):
             raise BadOptionError(f"sp: grad_reduction must be 'mean' or 'sum', got {self.grad_reduction!r}")
 
     @property
