@@ -374,6 +374,18 @@ def test_a_block_that_changed_in_between_is_an_error(change: Any, message: str |
         out.sum().backward()
 
 
+def test_a_hook_on_a_listed_gradient_is_refused_and_on_a_modules_runs_once() -> None:
+    block = Adapted()
+    seen: list[Tensor] = []
+    block.slope.register_hook(seen.append)
+    x = torch.randn(2, 9, HIDDEN)
+    with pytest.raises(ValueError, match=r"shape \(\) has a hook on its gradient"):
+        tiled_call(block, x, list(block.parameters()), 4)
+    tiled_call(block, x, block, 4).sum().backward()
+    assert len(seen) == 1
+    assert torch.equal(seen[0], block.slope.grad)
+
+
 def test_second_derivatives_are_refused() -> None:
     block = Adapted()
     x = torch.randn(2, 9, HIDDEN, requires_grad=True)
