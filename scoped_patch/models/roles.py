@@ -57,7 +57,7 @@ class Roles:
             return False
         for name in self.projections:
             child = children.get(name)
-            if not is_plain_linear(child) or is_watched(child) or not _is_plain(child.weight, child.bias):  # type: ignore[union-attr]
+            if not is_plain_linear(child) or is_watched(child):
                 return False
         if self.activation_child is not None:
             child = children.get(self.activation_child)
@@ -125,10 +125,6 @@ def is_watched(module: Any) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
     )
-
-
-def _is_plain(*tensors: Any) -> bool:
-    return all(tensor is None or type(tensor) in (nn.Parameter, Tensor) for tensor in tensors)
 
 
 def _is_dropout(module: Any) -> bool:

@@ -166,7 +166,10 @@ class _Tiled:
             return prior(*args, **kwargs)
         roles = self.place.roles
         if roles is not None and len(args) + len(kwargs) == 1 and _is_as_described(roles, prior, module):
-            return self.dense(roles, module, hidden_states)
+            # Read once, as the block's own forward does: a parametrized weight is computed each time it is read.
+            weights = [tensor for name in roles.projections for tensor in _weight_and_bias(module._modules[name])]
+            if all(tensor is None or type(tensor) in (nn.Parameter, Tensor) for tensor in weights):
+                return self.dense(weights, hidden_states)
         if torch.compiler.is_dynamo_compiling():
             # A recomputation in the backward with random states and replays in it is nothing that could be traced.
             from ..ops.tiled_mlp.uncompiled import uncompiled
@@ -174,18 +177,18 @@ class _Tiled:
             return uncompiled(self.general, prior, module, args, kwargs)
         return self.general(prior, module, args, kwargs)
 
-    def dense(self, roles: Roles, module: nn.Module, hidden_states: Tensor) -> Tensor:
-        children: dict[str, Any] = dict(module._modules)
-        gate = None if roles.gate is None else children[roles.gate]
-        up, down, activation = children[roles.up], children[roles.down], self.activation
+    def dense(self, weights: Sequence[Tensor | None], hidden_states: Tensor) -> Tensor:
+        """`weights`: weight and bias of each projection, the gate's first if there is one."""
+        gate, gate_bias, up, up_bias, down, down_bias = (None, None, *weights) if len(weights) == 4 else weights
+        activation = self.activation
         return tiled_mlp(
             hidden_states,
-            None if gate is None else gate.weight,
-            up.weight,
-            down.weight,
-            None if gate is None else gate.bias,
-            up.bias,
-            down.bias,
+            gate,
+            up,  # type: ignore[arg-type]
+            down,  # type: ignore[arg-type]
+            gate_bias,
+            up_bias,
+            down_bias,
             activation=activation,
             activation_parameters=reached_tensors(activation) if isinstance(activation, nn.Module) else (),
             tiles=self.tiles,
@@ -272,6 +275,10 @@ def _is_as_described(roles: Roles, prior: Callable[..., Any], module: nn.Module)
     return getattr(prior, "__func__", None) is roles.forward and roles.hold_for(module) and not _any_global_hook()
 
 
+def _weight_and_bias(linear: Any) -> tuple[Tensor, Tensor | None]:
+    return linear.weight, linear.bias
+
+
 def _inherits(module: nn.Module) -> bool:
     """Is ours the only forward that was put on this instance?"""
     return "_old_forward" not in module.__dict__
@@ -287,8 +294,13 @@ def _any_global_hook() -> bool:
 
 
 def _unit_inside(module: nn.Module) -> str | None:
-    """What is wrong if a part of the block is a sharded unit of its own: its gradient goes through its own hooks."""
+    """What is wrong if a part of the block is sharded by itself: its gradient goes through hooks of its own."""
     for child in module.modules():
+        if any(hasattr(parameter, "ds_id") for parameter in child._parameters.values()):
+            return (
+                f"has weights ({type(child).__name__}) that DeepSpeed's ZeRO-3 has partitioned and gathers for each submodule, "
+                f"and their gradients cannot be summed over tiles: use ZeRO-2 or FSDP, or leave out `tiled_mlp`"
+            )
         if child is not module and not class_names(child).isdisjoint(("FSDPModule", "FullyShardedDataParallel")):
             return (
                 f"has a part ({type(child).__name__}) that is an FSDP unit of its own, and its gradients cannot be summed over "

@@ -144,6 +144,122 @@ def test_a_weight_that_was_changed_or_exchanged_before_the_backward_is_noticed(f
         assert_gradients(take_gradients(model), right, 1e-9)
 
 
+@pytest.mark.parametrize(("family", "inside"), FORMS)
+def test_hooks_on_the_gradient_of_a_weight_run_once_on_all_of_it(family: str, inside: bool) -> None:
+    model = drawn(family, inside)
+    calls: list[str] = []
+
+    def doubling(name: str) -> Callable[[Tensor], Tensor]:
+        return lambda gradient: (calls.append(name), gradient * 2)[1]
+
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(doubling(name))
+    places = [list(module._parameters.items()) for module in model.modules()]
+    right = step(model)
+    calls.clear()
+    with patched(model, tiled_mlp=4):
+        assert_gradients(step(model), right, 1e-9)
+    assert sorted(calls) == sorted(right)
+    assert [list(module._parameters.items()) for module in model.modules()] == places
+
+
+# ------------------------------------------------------------------------------------------------- weights of all kinds
+class Rounding(nn.Linear):
+    """A product of its own, as quantised layers have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, (self.weight * 8).round() / 8, self.bias)
+
+
+def _rounding(model: nn.Module) -> None:
+    for layer in model.model.layers:
+        layer.mlp.up_proj.__class__ = Rounding
+        layer.mlp.up_proj.weight.requires_grad_(False)
+
+
+def _each(change: Callable[[nn.Linear], object]) -> Callable[[nn.Module], None]:
+    def apply(model: nn.Module) -> None:
+        for layer in model.model.layers:
+            change(layer.mlp.up_proj)
+
+    return apply
+
+
+def _tied(model: nn.Module) -> None:
+    first, second = (layer.mlp for layer in model.model.layers)
+    second.up_proj.weight, second.gate_proj.weight = first.up_proj.weight, second.up_proj.weight
+
+
+def _one_block_twice(model: nn.Module) -> None:
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+
+
+WEIGHTS: dict[str, Callable[[nn.Module], None]] = {
+    "quantised": _rounding,
+    "weight norm": _each(nn.utils.parametrizations.weight_norm),
+    "weight norm of old": _each(nn.utils.weight_norm),
+    "tied": _tied,
+    "one block twice": _one_block_twice,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_weights_that_are_computed_or_shared(kind: str) -> None:
+    model = drawn()
+    WEIGHTS[kind](model)
+    check(model)
+
+
+def test_a_weight_with_a_state_is_computed_once_per_call() -> None:
+    """Spectral norm moves its vectors each time the weight is read."""
+    model = drawn()
+    _each(nn.utils.parametrizations.spectral_norm)(model)
+    state = copy.deepcopy(model.state_dict())
+
+    def run() -> dict[str, Tensor]:
+        model.load_state_dict(state)
+        return step(model) | {name: value.clone() for name, value in model.named_buffers() if "_u" in name}
+
+    check(model, run)
+
+
+def test_experts_that_are_shared_between_layers() -> None:
+    model = build("qwen3_moe", initializer_range=0.3, mlp_only_layers=[])[0].double()
+    model.set_experts_implementation("eager")
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    second.gate_up_proj = first.gate_up_proj
+    check(model)
+
+
+def test_inputs_that_are_not_contiguous() -> None:
+    class Turned(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x.transpose(0, 1)).transpose(0, 1) + self.inner(x[:1].expand_as(x))
+
+    model = drawn()
+    for layer in model.model.layers:
+        layer.mlp = Turned(layer.mlp)
+    right = step(model)
+    for layer in model.model.layers:
+        layer.mlp = layer.mlp.inner
+    with patched(model, tiled_mlp=4):
+        for layer in model.model.layers:
+            layer.mlp = Turned(layer.mlp)
+        assert_gradients(step(model), right, 1e-9)
+
+
+def test_weights_that_zero3_has_partitioned_are_refused_by_name() -> None:
+    model = drawn()
+    model.model.layers[1].mlp.up_proj.weight.ds_id = 7
+    with pytest.raises(UnsupportedError, match=r"model\.layers\.1\.mlp of LlamaForCausalLM .* ZeRO-3 has partitioned"):
+        patched(model, tiled_mlp=4).plan()
+
+
 # ------------------------------------------------------------------------------------------------- classes
 def doubled(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs) * 2

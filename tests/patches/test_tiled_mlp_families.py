@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from scoped_patch import UnsupportedError, patched
 from scoped_patch.models.feed_forward import find_feed_forwards
+from scoped_patch.patches.tiled_mlp import _Tiled
 from tests.support.models import gpt2, token_ids
 from tests.support.scores import take_gradients
 from tests.tiny_models import BUILDERS, build, text_decoder
@@ -82,6 +85,64 @@ def test_every_family(family: str) -> None:
         for ours, theirs in zip(out.router_logits, wanted.router_logits, strict=True):
             assert ours.shape == theirs.shape
             assert (ours - theirs).abs().max() <= 2e-6 * theirs.abs().max()
+
+
+def gradient_errors(family: str, implementation: str, whole: bool, autocast: bool = False) -> None:
+    """Each kind of block of a family by itself, in bfloat16: untiled and in 16 tiles, against float64."""
+    model = drawn(family, initializer_range=0.1)[0]
+    if implementation:
+        model.set_experts_implementation(implementation)
+    places = {place.kind: place for place in find_feed_forwards(model).places}
+    generator = torch.Generator().manual_seed(7)
+    for place in places.values():
+        module = place.module
+        exact = copy.deepcopy(module).double()
+        if not autocast:
+            module.to(torch.bfloat16)
+            exact.load_state_dict({name: value.double() for name, value in module.state_dict().items()})
+        x, dy = (torch.randn(512, 64, generator=generator).to(torch.bfloat16) for _ in range(2))
+        rest = []
+        if place.kind == "experts":
+            exact.config = copy.deepcopy(module.config)
+            exact.config._experts_implementation = "eager"  # the grouped product takes no float64
+            count = module.num_experts
+            index = torch.stack([torch.randperm(count, generator=generator)[:2] for _ in range(512)])
+            rest = [index, torch.rand(512, 2, generator=generator).to(torch.bfloat16)]
+        if whole:
+            place = replace(place, kind="whole", roles=None)
+        tiled = _Tiled(place, 16, model)
+
+        def run(module: nn.Module, forward: Any, x: Tensor, *rest: Tensor, dy: Tensor = dy) -> dict[str, Tensor]:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast and x.dtype != torch.float64):
+                out = forward(x, *rest)
+            out.backward(dy.to(out.dtype))
+            return take_gradients(module)
+
+        given = x.float() if autocast else x
+        true = run(exact, exact, x.double(), *(t.double() if t.is_floating_point() else t for t in rest))
+        untiled = run(module, module, given, *rest)
+        found = run(module, lambda *args, p=place, t=tiled: t.forward(p.module.forward, p.module, *args), given, *rest)
+        assert found.keys() == true.keys() != set()
+        for name, wanted in true.items():
+            if wanted.numel() == 1:
+                continue  # an activation's only number: how its one rounding turns out says nothing
+            ours, theirs = (float((one[name].double() - wanted).norm()) for one in (found, untiled))
+            assert ours <= 1.01 * theirs, (place.kind, name, ours / theirs)
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_bfloat16_weight_gradients_are_no_worse_than_untiled(family: str) -> None:
+    gradient_errors(family, "", whole=False)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    ("family", "implementation"), [("llama", ""), ("glm4v", ""), ("qwen3_moe", "eager"), ("gpt_oss", "eager")]
+)
+def test_bfloat16_weight_gradients_of_blocks_that_are_recomputed_whole(
+    family: str, implementation: str, autocast: bool
+) -> None:
+    gradient_errors(family, implementation, whole=True, autocast=autocast)
 
 
 @pytest.mark.parametrize("family", ["llama", "apertus", "gemma3_text", "qwen3_moe", "glm4_moe", "gpt_oss", "qwen3_5_text"])

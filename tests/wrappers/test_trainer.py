@@ -120,6 +120,45 @@ def test_evaluation(tmp_path, variant):
         assert made.evaluate()["eval_loss"] == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.parametrize("prepared", [False, True], ids=["", "preprocessed"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_metrics_get_logits(tmp_path, variant, prepared):
+    """`prediction_step` reads outputs by position: what is collected for metrics is logits, as without us."""
+    made = trainer(tmp_path, per_device_eval_batch_size=3)
+    seen = []
+
+    def metrics(prediction):
+        seen.append(torch.as_tensor(prediction.predictions))
+        return {"mean": float(prediction.predictions.mean())}
+
+    made.compute_metrics = metrics
+    if prepared:
+        made.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
+    wanted = made.evaluate()
+    predictions = made.predict(ROWS)
+    with patched(made.model, **VARIANTS[variant]) as scope:
+        found = made.evaluate()
+        ours = made.predict(ROWS)
+        assert all(row["calls"] for row in scope.diff() if row["calls"] is not None)
+    for name in ("eval_loss", "eval_mean"):
+        assert found[name] == pytest.approx(wanted[name], rel=1e-4)
+    assert seen[0].shape == ((8, 9) if prepared else (8, 9, made.model.config.vocab_size))
+    torch.testing.assert_close(seen[2], seen[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        torch.as_tensor(ours.predictions), torch.as_tensor(predictions.predictions), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_evaluation_of_the_loss_alone_keeps_no_logits(tmp_path):
+    made = trainer(tmp_path)
+    outputs = []
+    made.model.register_forward_hook(lambda module, args, out: outputs.append(out))
+    with patched(made.model, fused="torch"):
+        made.evaluate()
+    assert outputs
+    assert all(out.logits is None and out.log_probs is not None for out in outputs)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_saved_checkpoint_is_the_plain_model(tmp_path, variant):
     made = trainer(tmp_path, save_strategy="steps", save_steps=2)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scoped_patch.ops.tiled_mlp.products import WeightSums
 from scoped_patch.ops.tiled_mlp.reached import Parameters, Reached, check_all_listed
 from scoped_patch.ops.tiled_mlp.structure import Structure, leading_shape
 from scoped_patch.ops.tiled_mlp.tiles import (
@@ -58,7 +59,8 @@ def tiled_call(
         back in the shape and the order of the untiled call.
 
     Gradients of `parameters` are summed over the tiles in float32 (float64 for float64) and handed to autograd once per
-    backward; within a tile they have the precision that `function` gives them. The recomputation runs under the
+    backward. Those of 16-bit products with them (`F.linear`, `x @ weight`, on the CPU `F.grouped_mm`) are not rounded on
+    their way into the sum; what else `function` does with them is rounded once per tile. The recomputation runs under the
     forward's autocast settings. `tensors` go through saved-tensor hooks. A single token is computed without tiling.
     Compiled code around it is left for the call (one graph break).
 
@@ -148,11 +150,11 @@ class _Call:
             self._rng_states.append(self._get_rng_state())
         return self.structure.flatten(self.function(*(self.cut(part, tile) for part in inputs)), tile.stop - tile.start)
 
-    def recompute_tile(self, index: int, leaves: Sequence[Tensor]) -> list[Tensor]:
+    def recompute_tile(self, index: int, leaves: Sequence[Tensor], weights: WeightSums | None) -> list[Tensor]:
         """The outputs of tile `index` again, under what its forward ran under, with a graph."""
         if self._preserve_rng_state:
             self._set_rng_state(self._rng_states[index])
-        with torch.enable_grad(), self.autocast.enter():
+        with torch.enable_grad(), self.autocast.enter(), weights or contextlib.nullcontext():
             return self.structure.flatten(self.function(*leaves), self.tiles[index].stop - self.tiles[index].start)
 
     @contextlib.contextmanager
@@ -209,14 +211,18 @@ def _backward(
     taken = [wanted and tensor.requires_grad for tensor, wanted in zip(reached, needed_parameters, strict=True)]
     parameters = [tensor for tensor, wanted in zip(reached, taken, strict=True) if wanted]
     d_inputs: list[Tensor | None] = [None] * len(inputs)
-    sums: list[Tensor | None] = [None] * len(parameters)
+    weights = WeightSums(parameters)
+    sums = weights.sums
+    # Sums need no help where autograd's gradients are in float32 already.
+    is_rounded = call.autocast.active or any(tensor.dtype.itemsize < 4 for tensor in parameters)
+    helping = weights if is_rounded else None
     for index, tile in enumerate(call.tiles):
         leaves = [
             call.cut(tensor, tile).detach().requires_grad_(wanted) for tensor, wanted in zip(inputs, needed_inputs, strict=True)
         ]
         pairs = [
             (result, d_output[tile])
-            for result, d_output in zip(call.recompute_tile(index, leaves), d_outputs, strict=True)
+            for result, d_output in zip(call.recompute_tile(index, leaves, helping), d_outputs, strict=True)
             if d_output is not None and result.requires_grad
         ]
         if not pairs:

@@ -44,17 +44,27 @@ class Reached:
             self._list = parameters
         self._everything = _distinct(parameters if self._list is None else self._list())  # type: ignore[arg-type]
         self._versions = [_version(tensor) for tensor in self._everything]
+        for tensor in self._everything if self._state is None else ():
+            if tensor._backward_hooks and tensor.requires_grad:
+                raise ValueError(
+                    f"parameters: the tensor of shape {tuple(tensor.shape)} has a hook on its gradient, which would be given "
+                    "each tile's share of it; pass the module that holds it in place of a list"
+                )
         self._positions = [index for index, tensor in enumerate(self._everything) if tensor.requires_grad]
         self.tensors = [self._everything[index] for index in self._positions]
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Of a module: its tensors and training flags as in the forward, for the length of the block."""
+        """Of a module: its tensors and training flags as in the forward, for the length of the block.
+
+        A tensor with hooks on its gradient makes way for one without: they are for the sum, not for each tile's share.
+        """
         if self._state is None:
             yield
             return
-        changes = self._state.put_back()
+        changes: list[Callable[[], object]] = []
         try:
+            self._state.put_back(changes)
             yield
         finally:
             for undo in reversed(changes):
@@ -74,13 +84,12 @@ class Reached:
                 "merged or removed, say): run the backward in the state of the forward."
             )
         for before, after, version in zip(self._everything, current, self._versions, strict=True):
-            if before is after:
-                if version is not None and before._version != version:
-                    raise RuntimeError(
-                        f"tiled_call: a parameter of shape {tuple(before.shape)} was modified in place between the "
-                        "forward and the backward (an optimizer step?), so its gradient can't be recomputed."
-                    )
-            elif not _is_same_memory(before, after):
+            if version is not None and before._version != version:
+                raise RuntimeError(
+                    f"tiled_call: a parameter of shape {tuple(before.shape)} was modified in place between the "
+                    "forward and the backward (an optimizer step?), so its gradient can't be recomputed."
+                )
+            if before is not after and not _is_same_memory(before, after):
                 raise RuntimeError(
                     f"tiled_call: a parameter of shape {tuple(before.shape)} was replaced by another between the "
                     "forward and the backward: run the backward in the state of the forward."
@@ -101,9 +110,8 @@ class _State:
             if isinstance(tensor, Tensor)
         ]
 
-    def put_back(self) -> list[Callable[[], object]]:
-        """Put back what differs; returns how to undo each step. As `torch.func.functional_call` does it: no hooks run."""
-        undo: list[Callable[[], object]] = []
+    def put_back(self, undo: list[Callable[[], object]]) -> None:
+        """Put back what differs, noting how to undo each step before it. As `torch.func.functional_call` does it."""
         for child, index, name, tensor in self._places:
             storages = _storages(child)
             now = next((storage[name] for storage in storages if name in storage), _GONE)
@@ -117,15 +125,27 @@ class _State:
             else:
                 continue  # the child is built otherwise now: `now()` says so
             storage[name] = tensor
+        without_hooks: dict[int, Tensor] = {}
+        for child, _, name, _ in self._places:
+            for storage in _storages(child):
+                now = storage.get(name, _GONE)
+                if isinstance(now, Tensor) and now._backward_hooks and now.requires_grad:
+                    bare = without_hooks.setdefault(id(now), _without_hooks(now))
+                    undo.append(lambda storage=storage, name=name, now=now: storage.__setitem__(name, now))  # type: ignore[misc]
+                    storage[name] = bare
         for child, training in self._flags:
             if child.training is not training:
                 undo.append(lambda child=child, flag=child.training: child.__dict__.__setitem__("training", flag))  # type: ignore[misc]
                 child.__dict__["training"] = training
-        return undo
 
 
 def _storages(module: nn.Module) -> tuple[dict[str, Any], ...]:
     return (module._parameters, module.__dict__, module._buffers)
+
+
+def _without_hooks(tensor: Tensor) -> Tensor:
+    bare = tensor.detach()
+    return nn.Parameter(bare) if isinstance(tensor, nn.Parameter) else bare.requires_grad_()
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -29,6 +29,7 @@ from ...models.sharding import active_shard
 from ...models.spec import Anatomy, describe, find_head, head_leaves
 from ...ops.linear_cross_entropy import linear_cross_entropy
 from ..trl_head import TrlHead, find_trl_head
+from .evaluation import collects_logits
 from .frame import Frame, check_temperature, frames_of, is_list_of_rows, kept_already, kept_rows, kept_temperature, token_loss
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class Seam:
             else:
                 temperature = trl.prepare(kwargs, self.patch.temperature if temperature is None else temperature)
         if temperature is None:
+            if trl is None and collects_logits():
+                return prior(**kwargs)
             temperature = self.patch.temperature
         else:
             check_temperature(temperature)
