@@ -62,7 +62,9 @@ def attend(
         [B, S/n, H, D] and None: attention weights are not gathered.
     """
     heads = query.shape[1]
-    layout = _heads(heads, key.shape[1], shard.ranks, shard.rank)
+    # Dynamo traces through the cache, and warns that it does.
+    find = _heads.__wrapped__ if torch.compiler.is_dynamo_compiling() else _heads
+    layout = find(heads, key.shape[1], shard.ranks, shard.rank)
     overrides: dict[str, Any] = {"config": config, "num_key_value_groups": layout.groups}
     function = attention_function(module, config._attn_implementation)
     if shard.group is None:
