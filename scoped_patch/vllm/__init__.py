@@ -10,9 +10,10 @@ from .errors import (
 )
 from .param_meta import ParamMeta
 from .quantize import quantize_state_dict
-from .reload import WeightUpdate, reload_weights
+from .reload import reload_weights
 from .report import ReloadReport, weights_version
 from .targets import NVFP4DenseW4A4, NVFP4DenseW4A16, NVFP4MoE, qat_targets
+from .update import WeightUpdate
 from .worker import EngineUpdate, WorkerExtension, reload_engine
 
 __all__ = [

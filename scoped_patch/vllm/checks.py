@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 
 import torch
@@ -39,18 +40,25 @@ def check_values(staged: Staged) -> None:
     name = staged.owners[0][1]
     if real is None or "scale" not in name or not real.is_floating_point() or not staged.sources:
         return
-    if real.dtype == torch.float8_e4m3fn:  # has no infinities, and one NaN; widening all block scales would cost more
-        good = (real.data.view(torch.uint8) & 0x7F) != 0x7F
-    else:
-        good = real.data.isfinite()
-    if name.endswith("global_scale"):
-        good &= real.data != 0
-    if not good.all():
+    divisor = name.endswith("global_scale")
+    if not _all_good(real.data, divisor):
+        good = real.data.float().isfinite()
+        if divisor:
+            good &= real.data != 0
         for weight, boxes in staged.sources.items():
             if any(not bool(good[tuple(slice(*span) for span in box)].all()) for box in boxes):
                 raise RejectedWeight(weight, "non-finite", f"{weight}: holds NaN, infinity or a zero global scale")
     if name.endswith("weight_global_scale"):
         _check_spread(staged, real.data.float())
+
+
+def _all_good(values: torch.Tensor, divisor: bool) -> bool:
+    """Done for every scale of a model, so cheap: block scales are looked at as bytes, a few numbers in Python."""
+    if values.numel() <= 16:
+        return all(math.isfinite(v) and not (divisor and v == 0) for v in values.reshape(-1).tolist())
+    if values.dtype == torch.float8_e4m3fn:  # has no infinities, and one NaN of either sign
+        return int((values.view(torch.uint8) & 0x7F).max()) != 0x7F
+    return bool(values.isfinite().all()) and not (divisor and bool((values == 0).any()))
 
 
 def _check_spread(staged: Staged, values: torch.Tensor) -> None:

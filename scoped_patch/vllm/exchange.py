@@ -1,14 +1,17 @@
-"""Swap what two sets of tensors hold, in place: the new weights go live at the old addresses, the old ones are kept.
+"""Put staged content into live tensors, in place: `commit` once and for good, or `swap` and `unswap`, which keep the old.
 
-A swap rather than a copy, for three reasons: an interrupt half way can be taken back, the previous weights stay at hand
-for a rollback at no cost in memory, and a tensor that holds a C++ handle (vLLM's oneDNN linear on CPU keeps the pointer of
-its packed weight in a one-element tensor) changes owner instead of being owned twice.
+`commit` is one call into torch, which no interrupt can split. `swap` moves chunk by chunk, with a journal: an interrupt half
+way is taken back, and the previous weights stay at hand for a rollback at no cost in memory. Either way a tensor that holds a
+C++ handle (vLLM's oneDNN linear on CPU keeps the pointer of its packed weight in a one-element tensor) changes owner instead
+of being owned twice.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from .errors import UnsupportedLayer
 from .graph import layout, storage_key
 
 CHUNK = 32 << 20  # bytes moved at a time
+HANDLE = 64  # bytes; tensors up to this size may be handles, and change places
 
 
 class Exchange:
@@ -42,6 +46,36 @@ class Exchange:
         self._swapped = [False] * len(self._chunks)
         # The chunk being swapped, which way, what its live side held before, and whether that side is done.
         self._journal: tuple[int, bool, torch.Tensor, bool] | None = None
+        self._done: list[object] = []
+        self._steps = -1
+
+    @property
+    def committed(self) -> bool:
+        """Whether `commit` has happened: all of it, or none."""
+        return len(self._done) == self._steps
+
+    def commit(self) -> None:
+        """Put the staged content live. An interrupt comes before it or after it (see `committed`), never in the middle."""
+        large = [(live, staged) for live, staged in self.pairs if live.numel() > HANDLE]
+        small = [(live, staged) for live, staged in self.pairs if live.numel() <= HANDLE]
+        calls: list[tuple[Callable[[Any, Any], Any], Any, Any]] = [
+            (_setter(holder), key, new) for holder, key, _, new in self.scalars
+        ]
+        if self.pairs:
+            to = [live for live, _ in (*large, *small)] + [staged for _, staged in small]
+            source = [staged for _, staged in large] + [s.clone() for _, s in small] + [live.clone() for live, _ in small]
+            calls.append((torch._foreach_copy_, to, source))
+        columns = tuple(zip(*calls, strict=True)) or ((), (), ())
+        self._steps = len(calls)
+        try:
+            # Python attends to signals between its own instructions, and there are none within this one: it runs in C.
+            self._done.extend(map(operator.call, *columns))
+        except BaseException:
+            if not self.committed:
+                for holder, key, old, _ in self.scalars:
+                    _setter(holder)(key, old)
+            raise
+        self._synchronize()
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +123,7 @@ class Exchange:
                 self._swapped[at] = new
                 self._journal = None
         for holder, key, old_value, new_value in self.scalars:
-            _assign(holder, key, new_value if new else old_value)
+            _setter(holder)(key, new_value if new else old_value)
         self._synchronize()
 
     def _synchronize(self) -> None:
@@ -97,11 +131,8 @@ class Exchange:
             torch.accelerator.synchronize(device)
 
 
-def _assign(holder: Any, key: Any, value: Any) -> None:
-    if isinstance(holder, (dict, list)):
-        holder[key] = value
-    else:
-        object.__setattr__(holder, key, value)
+def _setter(holder: Any) -> Callable[[Any, Any], None]:
+    return holder.__setitem__ if isinstance(holder, (dict, list)) else functools.partial(object.__setattr__, holder)
 
 
 def _byte_pairs(pairs: list[tuple[str, torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:

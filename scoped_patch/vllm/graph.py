@@ -50,20 +50,33 @@ def reach(layer: torch.nn.Module, tree: Container[int]) -> Reached:
     ]
     while stack:
         path, holder, key, value, depth = stack.pop()
-        if isinstance(value, torch.Tensor):
+        of: Any = type(value)
+        kind = _role(of)
+        if kind == "leaf":
+            continue
+        if kind == "tensor":
             out.tensors[path] = value
             continue
-        if isinstance(value, _SCALARS) and not isinstance(value, enum.Enum):
+        if kind == "scalar":
             out.scalars[path] = (holder, key, value)
             continue
-        if isinstance(value, _LEAVES) or id(value) in seen or id(value) in tree or depth > MAX_DEPTH:
+        if id(value) in seen or id(value) in tree or depth > MAX_DEPTH:
             continue
         seen.add(id(value))
-        if isinstance(value, torch.ScriptObject):
+        if kind == "opaque":
             out.opaque.append(path)
             continue
         stack += [(*member, depth + 1) for member in _members(value, path)]
     return out
+
+
+@functools.cache
+def _role(kind: Any) -> str:
+    """What a walk does with values of this type; asked for thousands of values of few types."""
+    for role, of in (("tensor", torch.Tensor), ("leaf", enum.Enum), ("scalar", _SCALARS), ("leaf", _LEAVES)):
+        if issubclass(kind, of):
+            return role
+    return "opaque" if issubclass(kind, torch.ScriptObject) else "inner"
 
 
 def _members(value: Any, path: str) -> Iterator[tuple[str, Any, Any, Any]]:

@@ -19,12 +19,11 @@ _written: dict[Any, tuple[int | str, ...]] = {}
 
 def _written_arguments(func: Any) -> tuple[int | str, ...]:
     """Positions (or names) of the arguments that an operator writes to, from its schema."""
-    if func not in _written:
-        _written[func] = tuple(
-            a.name if a.kwarg_only else i
-            for i, a in enumerate(func._schema.arguments)
-            if a.alias_info is not None and a.alias_info.is_write
-        )
+    _written[func] = tuple(
+        a.name if a.kwarg_only else i
+        for i, a in enumerate(func._schema.arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    )
     return _written[func]
 
 
@@ -49,8 +48,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._redirect = redirect
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        places = _written.get(func)
+        if places is None:
+            places = _written_arguments(func)
         kwargs = kwargs or {}
-        places = _written_arguments(func)
         if not places:
             return func(*args, **kwargs)
         for place in places:

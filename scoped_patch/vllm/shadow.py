@@ -18,6 +18,7 @@ from ..engine.errors import UnsupportedError
 from .coverage import Box, Coverage
 from .graph import holds_tensors, is_closed, storage_key
 
+_ATOMS = frozenset({str, bytes, int, float, bool, type(None), torch.dtype, torch.device, types.FunctionType})
 SMALL = 1 << 20  # bytes; larger plain tensors (KV caches above all) are never copied
 
 
@@ -175,6 +176,8 @@ class Shadow:
 
     def _clone(self, value: Any, depth: int = 0) -> Any:
         """Copies of vLLM's own objects (methods, schemes, kernels), with references to modules turned to their shadows."""
+        if type(value) in _ATOMS:
+            return value
         if id(value) in self._memo:
             return self._memo[id(value)]
         if isinstance(value, (list, tuple, set)) and type(value) in (list, tuple, set):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,7 @@ class Site:
     runner: Any = None
     engine: Any = None
     _devices: dict[int, torch.device] = field(default_factory=dict)
+    _inside: bool = False  # the context is entered for every layer, mostly within that of a whole load
 
     @property
     def dtype(self) -> torch.dtype:
@@ -42,7 +44,7 @@ class Site:
         floats = (p.dtype for p in self.model.parameters() if p.dtype in (torch.bfloat16, torch.float16, torch.float32))
         return next(floats, torch.get_default_dtype())
 
-    @property
+    @functools.cached_property
     def device(self) -> torch.device:
         return next((p.device for p in self.model.parameters() if not p.is_meta), torch.device("cpu"))
 
@@ -68,15 +70,17 @@ class Site:
     def context(self, on_device: bool = True) -> Iterator[None]:
         """What vLLM's own processing runs under: its config, the device, the model's dtype as default."""
         with contextlib.ExitStack() as stack:
-            if self.config is not None:
-                from vllm.config import set_current_vllm_config
-
-                stack.enter_context(set_current_vllm_config(self.config))
             if on_device and self.device.type != "cpu":
                 stack.enter_context(self.device)
-            before = torch.get_default_dtype()
-            stack.callback(torch.set_default_dtype, before)
-            torch.set_default_dtype(self.dtype)
+            if not self._inside:
+                if self.config is not None:
+                    from vllm.config import set_current_vllm_config
+
+                    stack.enter_context(set_current_vllm_config(self.config))
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(self.dtype)
+                stack.callback(setattr, self, "_inside", False)
+                self._inside = True
             yield
 
 
@@ -167,3 +171,11 @@ def _checked(site: Site) -> Site:
             "pass the model that vLLM's loader built, not a part of it"
         )
     return site
+
+
+def reset_runner(runner: Any) -> None:
+    """What a model runner caches of the weights' own making: LoRA state, vision features."""
+    for name in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
+        reset = getattr(runner, name, None)
+        if callable(reset):
+            reset()

@@ -20,7 +20,8 @@ import torch
 from ..engine.errors import BadTargetError, ScopeStateError
 from .digest import Digest
 from .errors import RemoteReloadError
-from .reload import Weights, WeightUpdate, reload_weights
+from .reload import reload_weights
+from .update import Weights, WeightUpdate
 
 logger = logging.getLogger("scoped_patch")
 

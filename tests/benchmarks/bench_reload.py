@@ -113,10 +113,10 @@ def setup(args: argparse.Namespace, root: Path) -> Iterator[tuple[Any, torch.nn.
         )
         if args.cuda
         else dict(
-            hidden_size=1024,
-            intermediate_size=3072,
-            num_attention_heads=16,
-            num_key_value_heads=8,
+            hidden_size=args.hidden,
+            intermediate_size=3 * args.hidden,
+            num_attention_heads=args.hidden // 64,
+            num_key_value_heads=args.hidden // 128,
             head_dim=64,
             vocab_size=2048,
         )
@@ -180,6 +180,7 @@ def main() -> None:
     options.add_argument("--cuda", action="store_true")
     options.add_argument("--graphs", action="store_true")
     options.add_argument("--layers", type=int)
+    options.add_argument("--hidden", type=int, default=2048, help="width of the CPU model")
     options.add_argument("--times", type=int, default=4)
     options.add_argument("--json", type=Path)
     args = options.parse_args()

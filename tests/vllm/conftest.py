@@ -18,6 +18,7 @@ ENGINE_TESTS = {
     "test_layers.py",
     "test_worker.py",
     "test_plugin.py",
+    "test_docs.py",
 }
 
 

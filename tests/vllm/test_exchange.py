@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import signal
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -31,6 +35,64 @@ def test_exchange_swaps_views_once_and_refuses_what_it_cannot() -> None:
         Exchange([("a", torch.zeros(12), staged), ("b", torch.zeros(12), staged)])
     with pytest.raises(UnsupportedLayer, match="share memory"):
         Exchange([("a", live, torch.zeros(12)), ("b", live[:], torch.ones(12))])
+
+
+def test_a_commit_is_whole_whenever_a_signal_comes() -> None:
+    """Real signals at random moments around it: all old or all new, small ones (which may be handles) having changed places."""
+
+    def interrupt(*_: Any) -> None:
+        arrived.append(True)
+        raise KeyboardInterrupt
+
+    def send(thread: int, after: float) -> None:
+        time.sleep(after)
+        signal.pthread_kill(thread, signal.SIGUSR2)
+
+    size, count = 1 << 18, 40
+    main, random_moment = threading.get_ident(), random.Random(0)
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    outcomes = set()
+    try:
+        for _ in range(80):
+            arrived: list[bool] = []
+            live = [torch.zeros(size) for _ in range(count)] + [torch.zeros(1) for _ in range(count)]
+            staged = [torch.ones_like(t) for t in live]
+            numbers = {"scale": 0.0}
+            exchange = Exchange(
+                [(str(i), a, b) for i, (a, b) in enumerate(zip(live, staged, strict=True))], [(numbers, "scale", 0.0, 1.0)]
+            )
+            sender = threading.Thread(target=send, args=(main, random_moment.uniform(0, 0.03)))
+            try:
+                sender.start()
+                exchange.commit()
+                while not arrived:
+                    time.sleep(0.0005)
+            except KeyboardInterrupt:
+                pass
+            sender.join()
+            new = float(exchange.committed)
+            assert {float(v) for t in live for v in (t.min(), t.max())} == {new}
+            assert {float(t) for t in staged[count:]} == {1 - new}
+            assert numbers["scale"] == new
+            outcomes.add(exchange.committed)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert True in outcomes
+
+
+def test_a_commit_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    live, staged, numbers = torch.zeros(100), torch.ones(100), {"scale": 0.0}
+    exchange = Exchange([("a", live, staged)], [(numbers, "scale", 0.0, 1.0)])
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *a: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        exchange.commit()
+    assert not exchange.committed
+    assert numbers == {"scale": 0.0}
+    assert live.max() == 0
+    monkeypatch.undo()
+    exchange = Exchange([], [])
+    exchange.commit()
+    assert exchange.committed
 
 
 @pytest.mark.parametrize("how", ["before", "half", "after"])

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from scoped_patch.vllm import IncompleteReload, RejectedWeight, reload_weights
+from scoped_patch.vllm import IncompleteReload, RejectedWeight, reload_weights, weights_version
+from scoped_patch.vllm.exchange import Exchange
 
 from .support.addresses import addresses
 from .test_reload import KINDS, buckets, restore, restored
@@ -192,7 +193,7 @@ def test_drain_empties_every_stream_before_it_raises(dense: Any) -> None:
 
 @pytest.mark.parametrize("at", [0, 1, 2, 5, 6, 17, 18])
 def test_interrupted_commit(dense: Any, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """Ctrl-C in the middle of the swap, and again in the middle of taking it back."""
+    """Ctrl-C in the middle of a swap that can be rolled back, and again in the middle of taking it back."""
     calls = 0
     copy = torch.Tensor.copy_
 
@@ -205,7 +206,7 @@ def test_interrupted_commit(dense: Any, monkeypatch: pytest.MonkeyPatch, at: int
 
     before = addresses(dense.model)
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        with reload_weights(dense.llm) as update:
+        with reload_weights(dense.llm, keep_previous=True) as update:
             update.load(dense.state[1].items())
             update.prepare()
             monkeypatch.setattr(torch.Tensor, "copy_", interrupted)
@@ -214,6 +215,26 @@ def test_interrupted_commit(dense: Any, monkeypatch: pytest.MonkeyPatch, at: int
     assert calls >= at + 2
     assert dense.generate() == dense.fresh[0]
     assert addresses(dense.model) == before
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_interrupt_before_or_after_the_commit(dense: Any, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    """Before it the old weights serve, after it the new ones do, and `state` says which."""
+    commit = Exchange.commit
+
+    def interrupted(self: Exchange) -> None:
+        if late:
+            commit(self)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        with reload_weights(dense.llm) as update:
+            update.load(dense.state[1].items())
+            monkeypatch.setattr(Exchange, "commit", interrupted)
+    monkeypatch.undo()
+    assert update.state == ("committed" if late else "closed")
+    assert dense.generate() == dense.fresh[late]
+    assert weights_version(dense.model) == update.version
 
 
 def test_layer_by_layer_a_failure_names_what_is_new(dense: Any) -> None:

@@ -57,6 +57,12 @@ def test_two_ranks_commit_together_or_not_at_all(remote: Any) -> None:
         assert generate(remote) == second
         states = [json.loads(text) for text in remote.collective_rpc("scoped_patch_status")]
         assert [state["version"] for state in states] == [1, 1]
+    remote.collective_rpc("scoped_patch_test_fail", args=("tamper", 1))
+    with pytest.raises(RemoteReloadError, match="the ranks do not hold the same update") as caught:
+        send(remote, remote.states[0])
+    assert list(caught.value.ranks) == [1]
+    assert generate(remote) == second
+    assert remote.collective_rpc("scoped_patch_test_addresses") == before
     remote.collective_rpc("scoped_patch_test_fail", args=("", 1))
     with pytest.raises(RemoteReloadError, match="k_proj"):
         send(remote, {n: t for n, t in remote.states[0].items() if "layers.0.self_attn.k_proj" not in n})

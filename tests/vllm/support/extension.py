@@ -14,8 +14,18 @@ _kernels.__enter__()
 
 class FailingExtension(WorkerExtension):
     def scoped_patch_test_fail(self, where: str, rank: int) -> None:
-        """From now on, `where` ("load", "prepare", "commit" or "") fails on `rank`."""
+        """From now on, `where` ("load", "prepare", "commit" or "") fails on `rank`, or it is told to "tamper"."""
         self.__dict__["_scoped_patch_test"] = where if self.rank == rank else ""  # type: ignore[attr-defined]
+
+    def scoped_patch_load(self, weights: Any) -> str:
+        """Told to "tamper", this rank gets other global scales than the rest, as with a quantiser that sees its shard only."""
+        if self.__dict__.get("_scoped_patch_test") != "tamper":
+            return super().scoped_patch_load(weights)
+        from safetensors.torch import load_file
+
+        return super().scoped_patch_load(
+            [(n, t * 2 if n.endswith("weight_global_scale") else t) for n, t in load_file(weights).items()]
+        )
 
     def scoped_patch_test_addresses(self) -> str:
         from .addresses import addresses
