@@ -44,8 +44,8 @@ _KEYWORDS: dict[str, tuple[Any, str]] = {
 #: the families that `list` plans on (model types of transformers; its default config, on the meta device)
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "apertus", "gemma3_text", "gemma4_text", "qwen3_moe", "glm4_moe", "gpt_oss",
-    "deepseek_v3", "kimi_linear", "qwen3_5_text", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "qwen3_5",
-    "qwen3_5_moe", "kimi_k25", "gemma3", "gemma4",
+    "deepseek_v3", "kimi_linear", "qwen3_5_text", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v",
+    "glm4v_moe", "qwen3_5", "qwen3_5_moe", "kimi_k25", "gemma3", "gemma4",
 )  # fmt: skip
 
 #: what the patches hold on to in other packages, and what for

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +20,13 @@ if TYPE_CHECKING:
 # Before the first import of transformers: no test may wait for a network that is not there.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Where transformers puts the remote code that it loads: of this process and its children only.
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="hf_modules")
 
 import torch
 
 torch.set_num_threads(1)
+atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

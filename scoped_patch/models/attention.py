@@ -53,6 +53,7 @@ class MixingLayer:
         index: its place in `decoder.layers`.
         attentions: softmax attentions that go through the attention interface.
         mixers: recurrences and convolutions over the sequence.
+        apart: attentions that use no interface at all (remote code): the classes of a modeling file written without it.
         takes_kwargs: it hands unknown keyword arguments on.
     """
 
@@ -61,6 +62,7 @@ class MixingLayer:
     attentions: tuple[nn.Module, ...]
     mixers: tuple[nn.Module, ...]
     takes_kwargs: bool
+    apart: tuple[nn.Module, ...] = ()
 
 
 def mixing_layers(model: nn.Module) -> tuple[nn.Module, tuple[MixingLayer, ...]]:
@@ -109,13 +111,14 @@ def _mixing(model: nn.Module, layer: nn.Module, index: int) -> MixingLayer:
             f"{describe(model)}: layer {index} has a convolution over the sequence inside its attention, a "
             f"{type(both[0]).__name__}, which is not known here"
         )
-    if not attentions and not mixers:
+    inner = layer._modules.get("_checkpoint_wrapped_module") or layer
+    apart = () if attentions or mixers else _attentions_apart(inner)
+    if not attentions and not mixers and not apart:
         children = ", ".join(f"{name}: {type(child).__name__}" for name, child in layer._modules.items())
         raise UnsupportedError(
             f"{describe(model)}: layer {index}, a {type(layer).__name__}, mixes tokens neither by an attention that uses "
             f"transformers' attention interface nor by a recurrence with a convolution; its children are {children}"
         )
-    inner = layer._modules.get("_checkpoint_wrapped_module") or layer
     for module in (inner, *attentions):
         counting = _counts_tokens(module)
         if counting is not None:
@@ -125,7 +128,40 @@ def _mixing(model: nn.Module, layer: nn.Module, index: int) -> MixingLayer:
             )
     signature = signature_of(type(inner).forward)
     kinds = {p.kind for p in signature.parameters.values()} if signature is not None else set()
-    return MixingLayer(layer, index, tuple(attentions), tuple(mixers), inspect.Parameter.VAR_KEYWORD in kinds)
+    return MixingLayer(layer, index, tuple(attentions), tuple(mixers), inspect.Parameter.VAR_KEYWORD in kinds, apart)
+
+
+#: what an attention may be called with for its whole result to be known from the whole sequence
+_ATTENTION_ARGUMENTS = frozenset(
+    {
+        "hidden_states",
+        "attention_mask",
+        "position_ids",
+        "position_embeddings",
+        "past_key_value",
+        "past_key_values",
+        "cache",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+    }
+)
+
+
+def _attentions_apart(layer: nn.Module) -> tuple[nn.Module, ...]:
+    """A layer's attention, where its modeling file knows no attention interface and it is called as attentions are."""
+    for name in ("self_attn", "attention", "attn"):
+        module = layer._modules.get(name)
+        if module is None or not any("Attention" in one for one in class_names(module)):
+            continue
+        if any(_INTERFACE in names for names in _globals_of(module)):
+            continue
+        signature = signature_of(type(module).forward)
+        parameters = list(signature.parameters.values())[1:] if signature is not None else []
+        named = {p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
+        if "hidden_states" in named and named <= _ATTENTION_ARGUMENTS:
+            return (module,)
+    return ()
 
 
 def uses_attention_interface(cls: type) -> bool:

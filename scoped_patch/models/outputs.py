@@ -24,6 +24,14 @@ def fused_output_class(upstream: type) -> type:
     return known
 
 
+def fused_output(upstream: type, values: dict[str, Any]) -> Any:
+    """An output of that subclass. Made by position: transformers takes the keyword `past_key_values` for `cache`, also
+    where a remote-code class declares it by its old name.
+    """
+    made = fused_output_class(upstream)
+    return made(*(values[field.name] for field in dataclasses.fields(made)))
+
+
 def _declare(upstream: type) -> type:
     fields = [(name, Any, dataclasses.field(default=None)) for name in EXTRA_FIELDS]
     made = dataclasses.make_dataclass(
@@ -47,7 +55,7 @@ def _reduce(self: Any) -> tuple[Any, ...]:
 
 
 def _rebuild(upstream: type, values: dict[str, Any]) -> Any:
-    return fused_output_class(upstream)(**values)
+    return fused_output(upstream, values)
 
 
 def declare_for(forward: Any) -> None:

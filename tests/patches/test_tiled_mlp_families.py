@@ -40,11 +40,12 @@ PLACES = {
     "glm4v_moe": ["dense", "experts", "dense"],
     "qwen3_5_moe": ["experts", "dense", "experts", "dense"],
     "kimi_k25": ["dense", "experts", "dense"],
+    "kimi_vl": ["dense"] * 6,  # one, then four experts that are modules of their own and a shared one
 }
 
 
 def drawn(family: str, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
-    attention = "eager" if family == "gpt_oss" else "sdpa"
+    attention = "eager" if family in ("gpt_oss", "kimi_vl") else "sdpa"
     return build(family, attn=attention, **{"initializer_range": 0.3, **options})
 
 

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 # Importing takes longer than most tests: the fork server does it once for all groups of a test session.
-_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers", "scoped_patch", "tests.tiny_models"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers",
+    "scoped_patch",
+    "tests.support.preloaded",
+]
 
 
 class RankError(AssertionError):

@@ -23,7 +23,7 @@ from ...engine.adhoc import signature_of
 from ...engine.errors import BadOptionError, ConflictError, SeamNotReachedError, UnsupportedError
 from ...models.head import head_terms
 from ...models.modules import forward_slot
-from ...models.outputs import fused_output_class
+from ...models.outputs import fused_output
 from ...models.packing import IGNORE_INDEX, aligned_targets
 from ...models.sharding import active_shard
 from ...models.spec import Anatomy, describe, find_head, head_leaves
@@ -170,7 +170,7 @@ class Seam:
         values["loss"] = loss
         values["log_probs"] = frame.log_probs if "log_probs" in self.patch.outputs else None
         values["entropy"] = frame.entropy if "entropy" in self.patch.outputs else None
-        made = fused_output_class(type(out))(**values)
+        made = fused_output(type(out), values)
         return made.to_tuple() if as_tuple else made
 
     def _receive(self, frame: Frame, received: Any) -> None:

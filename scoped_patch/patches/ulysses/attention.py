@@ -192,6 +192,24 @@ def mix(
     return shard.cut(out, 1) if shard.group is not None else out
 
 
+def attend_whole(prior: Callable[..., Any], shard: SequenceShard, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An attention of unknown inside over the whole sequence; this rank's tokens of the result. Every rank computes all.
+
+    Mask and positions are whole already: the decoder made them before its sequence was cut.
+    """
+    shard.attended += 1
+    if shard.group is None:
+        return prior(*args, **kwargs)
+    if "hidden_states" in kwargs:
+        kwargs["hidden_states"] = shard.gather(kwargs["hidden_states"], 1)
+    else:
+        args = (shard.gather(args[0], 1), *args[1:])
+    out = prior(*args, **kwargs)
+    if isinstance(out, tuple):
+        return (shard.cut(out[0], 1), *out[1:])
+    return shard.cut(out, 1)
+
+
 def _samples(shard: SequenceShard, batch: int, mask: Tensor | None) -> list[tuple[int, int, int | None]]:
     """(start, end, row) of every packed sample; row None: all rows at once. Padding, which may stand at 0, starts nothing."""
     starts = shard.starts()

@@ -22,9 +22,12 @@ def gather_outputs(out: Any, shard: SequenceShard) -> None:
         whole = last if shard.wants_local_hidden else shard.gather(last, 1)
         states = getattr(out, "hidden_states", None)
         if states:
-            apart = [x for x in states if x is not last or whole is last]
+            done = {id(last): whole} if whole is not last else {}
+            if len(states) > 1 and states[0].shape[1] == shard.length != shard.size:
+                done[id(states[0])] = states[0]  # embeddings of a decoder that is cut at its layers
+            apart = [x for x in states if id(x) not in done]
             gathered = iter(shard.gather(torch.stack(apart), 2)) if apart else iter(())
-            out.hidden_states = tuple(whole if x is last and whole is not last else next(gathered) for x in states)
+            out.hidden_states = tuple(done[id(x)] if id(x) in done else next(gathered) for x in states)
         out.last_hidden_state = whole
     routers = getattr(out, "router_logits", None)
     if routers:

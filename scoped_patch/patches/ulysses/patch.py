@@ -100,6 +100,19 @@ class Ulysses(Patch):
         if mixers:
             where = ", ".join(str(index) for index, _ in mixers)
             notes.append(f"{mixers[0][1]} (layer {where}) runs on the gathered sequence on every rank")
+        apart = [(layer.index, type(m).__name__) for layer in layers for m in layer.apart]
+        if apart:
+            if self.inputs == "sharded" and not is_multimodal(model):
+                return Support(
+                    False,
+                    f"{describe(model)} makes its masks by itself, from the length of its own input (its {apart[0][1]} knows "
+                    f"no attention interface): with inputs='sharded' that is a part of the sequence. Use inputs='full'",
+                )
+            where = ", ".join(str(index) for index, _ in apart)
+            notes.append(
+                f"structure inferred: {apart[0][1]} (layer {where}) uses no attention interface, and runs on the gathered "
+                f"sequence on every rank; the decoder makes masks of the whole sequence, which is cut at its first layer"
+            )
         config = text_config(model)
         heads, kv = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
         if isinstance(heads, int) and any(layer.attentions for layer in layers):
@@ -158,6 +171,16 @@ class Ulysses(Patch):
                     seam.mixer_forward,
                     name="ulysses_mixer_forward",
                     reason="a recurrence needs the whole sequence, sample by sample",
+                    to="gather, run, keep this rank's tokens",
+                    **common,
+                )
+            for attention in layer.apart:
+                yield forward_edit(
+                    attention,
+                    path(attention),
+                    seam.apart_forward,
+                    name="ulysses_attention_forward",
+                    reason="an attention of its own needs the whole sequence",
                     to="gather, run, keep this rank's tokens",
                     **common,
                 )

@@ -17,7 +17,7 @@ from ...models.packing import CU_SEQLENS
 from ...models.sharding import SequenceShard, active_shard, announce, resumed_shard, withdraw
 from ...models.spec import describe, forward_names, is_multimodal
 from ...ops.sequence_parallel import begin_step, report_failure
-from .attention import SHARD, attend, mix, no_shard
+from .attention import SHARD, attend, attend_whole, mix, no_shard
 from .batch import check_whole, cut_rotary, cut_targets, cut_visual_rows, learn_of_others, sequence_length
 from .groups import existing, resolve
 from .outputs import finish, gather_outputs
@@ -44,6 +44,8 @@ class Seam:
         self.model_positional = bind_positional(type(model).forward)
         self.decoder_positional = bind_positional(type(decoder).forward)
         self.own_loss = "loss_function" not in forward_names(model)
+        #: the decoder makes masks by itself, from the length of its own input: it sees the whole sequence, its layers a part
+        self.cuts_at_layers = any(layer.apart for layer in layers)
         self.whole_inputs = patch.inputs == "full" or is_multimodal(model)
 
     # ------------------------------------------------------------------------------------------------- the model
@@ -172,7 +174,7 @@ class Seam:
         shard.position_ids = kwargs["position_ids"] = positions
         shard.attention_mask = kwargs.get("attention_mask")
         shard.cu_seqlens = next((kwargs[n] for n in CU_SEQLENS if isinstance(kwargs.get(n), Tensor)), None)
-        if shard.cuts_inputs and shard.group is not None:
+        if shard.cuts_inputs and shard.group is not None and not self.cuts_at_layers:
             cut_visual_rows(shard, kwargs)
             for name in _DECODER_PER_TOKEN:
                 if isinstance(kwargs.get(name), Tensor):
@@ -195,7 +197,9 @@ class Seam:
             shard = self._present()
             if shard is None:
                 return prior(*args, **kwargs)
-            if shard.group is not None:
+            if self.cuts_at_layers:
+                args, kwargs = _cut_hidden_states(shard, layer.index, args, kwargs)
+            elif shard.group is not None:
                 for name, value in kwargs.items():
                     if name.startswith("position_embeddings"):
                         kwargs[name] = cut_rotary(shard, value)
@@ -206,14 +210,23 @@ class Seam:
                 kwargs[SHARD] = shard
             before = shard.attended
             out = prior(*args, **kwargs)
-            if layer.attentions and shard.attended == before:
+            attentions = layer.attentions or layer.apart
+            if attentions and shard.attended == before:
                 raise SeamNotReachedError(
-                    f"ulysses: layer {layer.index} of {self.what} ran and its {type(layer.attentions[0]).__name__} never "
+                    f"ulysses: layer {layer.index} of {self.what} ran and its {type(attentions[0]).__name__} never "
                     f"looked its attention function up: the tokens of other ranks were not seen"
                 )
             return out
 
         return sharded_layer
+
+    def apart_forward(self, prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        shard = kwargs.pop(SHARD, None) or self._present()
+        if shard is None:
+            if self.pass_through:
+                return prior(*args, **kwargs)
+            raise no_shard(module)
+        return attend_whole(prior, shard, args, kwargs)
 
     def mixer_forward(self, prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         shard = kwargs.pop(SHARD, None)
@@ -278,6 +291,18 @@ class Seam:
         if signature is not None:
             unsharded_generate.__signature__ = signature  # type: ignore[attr-defined]
         return unsharded_generate
+
+
+def _cut_hidden_states(
+    shard: SequenceShard, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The first layer is given the whole sequence, and computes this rank's tokens of it."""
+    if index == 0 and shard.cuts_inputs and shard.group is not None:
+        if "hidden_states" in kwargs:
+            kwargs["hidden_states"] = shard.cut(kwargs["hidden_states"], 1)
+        else:
+            args = (shard.cut(args[0], 1), *args[1:])
+    return args, kwargs
 
 
 class _Step:
