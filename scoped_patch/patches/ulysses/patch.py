@@ -240,6 +240,7 @@ class Ulysses(Patch):
             RANK,
             commutes=True,
             token=(self.name, "mask", name),
+            any_thread=True,
             to="the same function, told the whole length",
         )
 
