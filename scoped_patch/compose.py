@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .engine import Patch, Plan, Scope, Session
-from .engine.errors import BadOptionError, BadTargetError, ConflictError, ScopeStateError
+from .engine.errors import BadOptionError, BadTargetError, ConflictError, ScopeStateError, UnsupportedError
 from .engine.session import OnForeign
 from .engine.slots import ClassSlot
 from .models.checkpointing import RecomputeAsRun
@@ -21,6 +21,7 @@ from .patches.fake_quant import FakeQuant
 from .patches.fused_head import FusedHead
 from .patches.prefix_grouper import PrefixGrouper
 from .patches.tiled_mlp import TiledMLP
+from .patches.trl_head import find_trl_head
 from .patches.ulysses import Ulysses
 from .patches.value_head import ValueHead
 from .patches.vlm_mixed_batch import VLMMixedBatch
@@ -223,6 +224,9 @@ def patched(
     if is_model:
         found = unwrap(target)
         root = found.model
+        shares = any(isinstance(patch, PrefixGrouper) for patch in shipped)
+        if shares and not any(isinstance(patch, FusedHead) for patch in (*shipped, *patches)):
+            shipped += scoring_for_trl(root)
         own = [RecomputeAsRun(), SavesUnpatched()]
         if found.value_head is not None:
             own.insert(0, ValueHead())
@@ -257,6 +261,15 @@ def refuse_calibration_in_tiles(patches: tuple[Patch, ...]) -> None:
             "fake_quant='w4a4' measures the inputs of whole calls, and tiled_mlp shows it one tile at a time: pass "
             "fake_quant=FakeQuant('w4a4', input_global_scales=...), or leave out tiled_mlp"
         )
+
+
+def scoring_for_trl(model: nn.Module) -> list[Patch]:
+    """TRL's fused head cannot score shared prefixes: on a model that has one, ours does it, in its terms."""
+    try:
+        found = find_trl_head(model.forward)
+    except UnsupportedError:  # of a kind that is not known; calls with its flag are refused by name
+        return []
+    return [FusedHead("auto")] if found is not None else []
 
 
 def compiled_code_exists() -> bool:

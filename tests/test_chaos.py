@@ -8,6 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import random
+import signal
+import threading
+import time
+import traceback
+import tracemalloc
+import weakref
+from collections import Counter
 from types import MethodType
 from typing import Any
 
@@ -19,7 +28,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor, nn
 
-from scoped_patch import OutOfOrderExit, PatchErrorGroup, active, assert_clean, patched, replace_attribute, wrap_call
+from scoped_patch import (
+    ConflictError,
+    ForeignOverwriteError,
+    OutOfOrderExit,
+    PatchErrorGroup,
+    active,
+    assert_clean,
+    patched,
+    replace_attribute,
+    wrap_call,
+)
 from scoped_patch.engine import LIVE, Edit, EditPatch, attribute_slot
 from tests.support.scores import reference, shifted
 from tests.tiny_models import build
@@ -252,3 +271,196 @@ Chaos.TestCase.settings = settings(
     phases=[Phase.generate],
 )
 test_random_programs_on_a_model = Chaos.TestCase
+
+
+# ------------------------------------------------------------------------------------------------- threads, signals, memory
+FAMILIES = ("llama", "qwen3", "gemma3_text")
+STACKS = (
+    {"fused": "torch"},
+    {"tiled_mlp": 2},
+    {"fake_quant": "w4a16"},
+    {"prefix_grouper": True},
+    {"fused": "torch", "tiled_mlp": 3},
+    {"fused": "torch", "prefix_grouper": True, "fake_quant": "w4a16"},
+)
+ALIKE = IDS.clone()
+ALIKE[1, :5] = ALIKE[0, :5]  # rows that begin alike, for the prefix grouper
+GROWTH = 256 * 1024  # bytes that the library may hold more after thousands of scopes than after the first hundred
+
+
+class Storm:
+    """Scopes come and go on models that come and go, in several threads, until the time is up; the main one is interrupted."""
+
+    def __init__(self, seconds: float, threads: int, seed: int) -> None:
+        self.seconds, self.threads, self.seed = seconds, threads, seed
+        self.models: list[weakref.ref[nn.Module]] = []
+        self.seen: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self.plain = {}
+        # Copied for each use: drawing weights in several threads at once would mix up the generator's state.
+        self.prototypes = {family: build(family, train=False)[0] for family in FAMILIES}
+        for family, model in self.prototypes.items():
+            with torch.no_grad():
+                self.plain[family] = model(input_ids=ALIKE, use_cache=False).logits
+        self.shared, _ = build("llama", train=False)
+        self.shared_before = picture(self.shared)
+
+    def run(self) -> None:
+        end = time.monotonic() + self.seconds
+        others = [threading.Thread(target=self.guarded, args=(index + 1, end), daemon=True) for index in range(self.threads)]
+        for thread in others:
+            thread.start()
+        self.guarded(0, end)
+        for thread in others:
+            thread.join(120)
+            assert not thread.is_alive(), "a thread hangs"
+
+    def guarded(self, index: int, end: float) -> None:
+        try:
+            self.work(random.Random(1000 * self.seed + index), end, interrupts=index == 0)
+        except BaseException:
+            self.problems.append(traceback.format_exc())
+
+    def work(self, rng: random.Random, end: float, interrupts: bool) -> None:
+        while time.monotonic() < end and not self.problems:
+            family = rng.choice(FAMILIES)
+            model = copy.deepcopy(self.prototypes[family])
+            self.models.append(weakref.ref(model))
+            before = picture(model)
+            for _ in range(rng.randrange(2, 8)):
+                if interrupts and rng.random() < 0.5:
+                    with interrupted_after(rng.uniform(0.0, 0.03)) as interrupt:
+                        self.one_scope(rng, model, family)
+                    self.seen["interrupt"] += interrupt.came
+                else:
+                    self.one_scope(rng, model, family)
+                assert picture(model) == before, f"{family}: something was left behind"
+                with torch.no_grad():
+                    now = model(input_ids=ALIKE, use_cache=False).logits
+                assert torch.equal(now, self.plain[family]), f"{family}: not itself again"
+            del model, before
+            if rng.random() < 0.1:
+                gc.collect()
+
+    def one_scope(self, rng: random.Random, model: nn.Module, family: str) -> None:
+        what = rng.choice(("forward", "backward", "raise", "deepcopy", "collect", "foreign", "nested", "shared"))
+        options: dict[str, Any] = dict(rng.choice(STACKS))
+        if what == "foreign":
+            self.foreign(rng, model)
+        elif what == "shared":
+            with contextlib.suppress(ConflictError, PatchErrorGroup), patched(self.shared, tiled_mlp=2):
+                time.sleep(0.001)
+        elif what == "raise":
+            with contextlib.suppress(Boom), patched(model, **options):
+                model(input_ids=ALIKE, use_cache=False)
+                raise Boom
+        else:
+            with patched(model, **options):
+                if what == "nested":
+                    with patched(model, fused="torch"):
+                        options = {**options, "fused": "torch"}
+                        self.compare(model, family, options)
+                elif what == "deepcopy":
+                    clone = copy.deepcopy(model)
+                    with torch.no_grad():
+                        assert torch.equal(clone(input_ids=ALIKE, use_cache=False).logits, self.plain[family])
+                elif what == "collect":
+                    gc.collect(1)
+                elif what == "backward":
+                    out = model(input_ids=ALIKE, labels=ALIKE, use_cache=False)
+                    out.loss.backward()
+                    model.zero_grad(set_to_none=True)
+                else:
+                    self.compare(model, family, options)
+        self.seen[what] += 1
+
+    def compare(self, model: nn.Module, family: str, options: dict[str, Any]) -> None:
+        with torch.no_grad():
+            out = model(input_ids=ALIKE, use_cache=False)
+        assert (getattr(out, "log_probs", None) is not None) == ("fused" in options)
+        if "fake_quant" not in options:
+            wanted = reference(self.plain[family], shifted(ALIKE)).log_probs
+            fused = getattr(out, "log_probs", None)
+            found = fused.double() if fused is not None else reference(out.logits, shifted(ALIKE)).log_probs
+            assert torch.allclose(found, wanted, atol=1e-4), f"{family} under {options}"
+
+    def foreign(self, rng: random.Random, model: nn.Module) -> None:
+        """Somebody else writes over a patched place; what becomes of that is said by `on_foreign`."""
+        mode = rng.choice(("error", "keep", "restore"))
+        mlp = model.model.layers[0].mlp  # type: ignore[union-attr]
+        theirs = MethodType(lambda self, x: x, mlp)
+        try:
+            with patched(model, tiled_mlp=2, on_foreign=mode):
+                mlp.forward = theirs
+            assert mode != "error"
+        except ForeignOverwriteError:
+            assert mode == "error"
+        finally:
+            mlp.__dict__.pop("forward", None)
+
+
+class interrupted_after(contextlib.AbstractContextManager[Any]):
+    """SIGALRM raises KeyboardInterrupt in the main thread after some seconds; it ends here, if it comes."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.came = False
+
+    def __enter__(self) -> Any:
+        self.before = signal.signal(signal.SIGALRM, self._interrupt)
+        signal.setitimer(signal.ITIMER_REAL, max(self.seconds, 1e-6))
+        return self
+
+    def _interrupt(self, *_: Any) -> None:
+        if not self.came:
+            self.came = True
+            raise KeyboardInterrupt
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        self.came = True  # too late now
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self.before)
+        return kind is not None and issubclass(kind, KeyboardInterrupt)
+
+
+def held_by_the_library() -> int:
+    """Bytes that were allocated by this library's own lines and are still held."""
+    gc.collect()
+    snapshot = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*/scoped_patch/*")])
+    return sum(one.size for one in snapshot.statistics("filename"))
+
+
+def run_storm(seconds: float, threads: int, seed: int) -> Storm:
+    tracemalloc.start()
+    try:
+        first = Storm(max(seconds / 10, 1.0), threads, seed)
+        first.run()
+        assert not first.problems, first.problems[0]
+        before = held_by_the_library()
+        storm = Storm(seconds, threads, seed + 1)
+        storm.run()
+        assert not storm.problems, storm.problems[0]
+        grown = held_by_the_library() - before
+    finally:
+        tracemalloc.stop()
+    assert grown < GROWTH, f"{grown} bytes more are held after {sum(storm.seen.values())} scopes"
+    assert_clean()
+    assert not LIVE.states
+    assert picture(storm.shared) == storm.shared_before
+    gc.collect()
+    alive = [ref for ref in storm.models if ref() is not None]
+    assert not alive, f"{len(alive)} of {len(storm.models)} models are still held"
+    return storm
+
+
+def test_storm():
+    storm = run_storm(seconds=4.0, threads=2, seed=1)
+    assert len(storm.models) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_storm_of_a_minute():
+    storm = run_storm(seconds=60.0, threads=3, seed=2)
+    assert storm.seen["interrupt"] > 10, storm.seen
+    assert all(storm.seen[what] > 10 for what in ("foreign", "raise", "deepcopy", "collect", "nested", "shared")), storm.seen

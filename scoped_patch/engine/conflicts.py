@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def refuse_other_thread(edit: Edit, patch: str, layer: Layer, session: Session) -> None:
-    """One place belongs to one thread at a time. Replays are exempt: they stand for an earlier moment."""
+    """One place belongs to one thread at a time. Replays are exempt: they stand for an earlier moment. So are edits that
+    are the same for everybody, such as an entry in a registry of the process."""
+    if edit.any_thread and layer.is_same_edit(edit):
+        return
     for holder in layer.holders:
         if not isinstance(holder, Snapshot) and holder.thread != session.thread:
             raise ConflictError(

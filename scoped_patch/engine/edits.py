@@ -43,6 +43,8 @@ class Edit:
             is no error.
         token: two edits of one slot with an equal token (not None) are the same edit; a nested scope shares it.
         exclusive: two edits of one slot with an equal `exclusive` name and different tokens refuse to stack.
+        any_thread: scopes of several threads may hold this same edit (see `token`) at once: what it puts there serves every
+            model and keeps nothing between calls.
         counter: counts calls, when the new value is a callable that counts.
         to: what the new value is, for people.
         hidden: not shown as a row of its own in `explain()`.
@@ -56,6 +58,7 @@ class Edit:
     commutes: bool = False
     token: Hashable = None
     exclusive: str | None = None
+    any_thread: bool = False
     counter: Counter | None = None
     to: str = ""
     hidden: bool = False

@@ -31,7 +31,7 @@ class Snapshot:
         root: whose moment it is. What sessions of this root have patched elsewhere since is hidden by a replay.
     """
 
-    __slots__ = ("_prepared", "location", "places", "root", "thread", "thread_name", "version")
+    __slots__ = ("__weakref__", "_prepared", "location", "places", "root", "thread", "thread_name", "version")
 
     serial = -1  # holds its layers from before every session that is entered inside its replay
 

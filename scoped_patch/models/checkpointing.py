@@ -8,6 +8,7 @@ backward from it inside a scope recomputes it patched.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
@@ -120,15 +121,17 @@ def recomputing_as_run(checkpoint: Callable[..., Any], root: object) -> Callable
     return checkpoint_under_replay
 
 
-_latest: dict[int, tuple[int, Snapshot]] = {}
+#: of the latest model. Weak: what has to be recomputed holds it, and a model that is let go must not stay for a cache's sake.
+_latest: dict[int, tuple[int, weakref.ref[Snapshot]]] = {}
 
 
 def snapshot_of(live: LiveStack, root: object) -> Snapshot:
     """The present edits of all scopes on one model; made once per change of the live stack."""
-    known = _latest.get(id(root))
-    if known is None or known[0] != live.version:
+    version, known = _latest.get(id(root), (None, None))
+    snapshot = known() if known is not None and version == live.version else None
+    if snapshot is None:
         sessions = [session for session in live.sessions if session.root is root]
-        known = (live.version, live.freeze(sessions, root))
+        version, snapshot = live.version, live.freeze(sessions, root)
         _latest.clear()
-        _latest[id(root)] = known
-    return known[1]
+        _latest[id(root)] = (version, weakref.ref(snapshot))
+    return snapshot

@@ -11,7 +11,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from scoped_patch import BadOptionError, ConflictError, PatchErrorGroup, UnsupportedError, active, assert_clean
-from scoped_patch.compat.verl import apply_monkey_patch, apply_qat_patches, ulysses_pad, validate_ulysses_config
+from scoped_patch.compat.verl import (
+    apply_monkey_patch,
+    apply_qat_patches,
+    manual_process_weights_after_loading,
+    prepare_qat_for_load_weights,
+    ulysses_pad,
+    validate_ulysses_config,
+)
+from tests.support import stub_packages
 from tests.support.checks import run_checks
 from tests.support.groups import text_groups
 from tests.support.scores import assert_gradients, gradients, unpatched
@@ -182,6 +190,39 @@ def test_qat_patches_need_vllm():
             apply_qat_patches()
         assert ["vLLM is not installed" in str(error) for error in caught.value.exceptions] == [True] * 3
     assert not active()
+
+
+def test_weights_are_loaded_again_and_again():
+    """On a stand-in for vLLM's model: what processing deletes comes back for loading, and the live storage stays."""
+    with stub_packages.installed():
+        patches = apply_qat_patches()
+        again = apply_qat_patches()
+        model = stub_packages.EngineModel()
+        live = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+        assert not any(name.endswith("weight_packed") for name in live)
+        for seed in (1, 2, 1):
+            meta = prepare_qat_for_load_weights(model, device="cpu")
+            assert "layers.0.weight_packed" in meta
+            assert all(hasattr(p, "weight_loader") for p in meta.values())
+            model.load_weights(stub_packages.weights(seed))
+            assert manual_process_weights_after_loading(model) == 2
+            assert manual_process_weights_after_loading(model) == 2  # nothing new: left alone
+            wanted = dict(stub_packages.weights(seed))
+            for index, layer in enumerate(model.layers):
+                assert torch.equal(layer.weight, wanted[f"layers.{index}.weight_packed"])
+                assert layer.weight_global_scale == 1 / wanted[f"layers.{index}.weight_global_scale"]
+            assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == live
+        with pytest.raises(BadOptionError, match="loaded where the live ones are, on cpu"):
+            prepare_qat_for_load_weights(model, device="cuda:0")
+        holder = torch.nn.Module()
+        holder.model = model
+        assert prepare_qat_for_load_weights(holder)["layers.1.weight_packed"] is model.layers[1].weight_packed
+        model.load_weights(stub_packages.weights(2))
+        assert manual_process_weights_after_loading(holder) == 2
+        for session in (patches, again):
+            session.restore()
+        with pytest.raises(RuntimeError, match="before vLLM loads the first weights"):
+            prepare_qat_for_load_weights(torch.nn.Linear(1, 1))
 
 
 def test_padding_helpers():

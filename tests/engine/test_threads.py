@@ -49,6 +49,26 @@ def test_a_hidden_edit_is_exempt():
         assert table["x"] == "p(x)"
 
 
+def test_an_edit_that_is_the_same_for_everybody_is_shared_by_threads():
+    """An entry in a registry of the process: two models in two threads need it at once, and may leave in any order."""
+    table = {"x": "x"}
+
+    def scope(token="t"):
+        edit = Edit(ItemSlot(table, "x", "the place"), lambda prior: f"p({prior})", token=token, commutes=True, any_thread=True)
+        return Scope(None, (EditPatch("mine", lambda _: [edit]),))
+
+    first = scope().apply()
+    second = []
+    in_thread(lambda: second.append(scope().apply()))
+    assert table["x"] == "p(x)"
+    first.restore()
+    assert table["x"] == "p(x)", "the other thread's scope still holds it"
+    with pytest.raises(ConflictError):
+        scope("another").apply()
+    second[0].restore()
+    assert table["x"] == "x"
+
+
 def test_other_places_are_free():
     tables = [{"x": "x"}, {"x": "x"}]
 

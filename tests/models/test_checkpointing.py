@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -338,3 +340,17 @@ def test_dropout_draws_the_same_numbers_in_the_recomputation():
         torch.manual_seed(3)
         loss = model(**BATCH, use_cache=False).loss
     assert_gradients(gradients(model, lambda: loss), wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"fused": "torch"}, {"tiled_mlp": 2, "fake_quant": "w4a16"}], ids=lambda o: "+".join(o))
+def test_a_model_that_is_let_go_is_held_by_nobody(options):
+    """What was recorded for recomputation goes with the graph that needs it."""
+    model, _ = build("llama")
+    if "fused" in options:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with patched(model, **options):
+        model(**BATCH, use_cache=False).loss.backward()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

@@ -14,6 +14,7 @@ from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from scoped_patch import BadOptionError, ForeignOverwriteError, FusedHead, UnsupportedError, assert_clean, patched
+from tests.support.groups import count, text_groups
 from tests.support.models import cohere, phi, token_ids
 from tests.support.scores import assert_gradients, gradients, unpatched
 from tests.support.wrapped import VARIANTS, assert_close_scores
@@ -84,6 +85,46 @@ def test_their_fields_shapes_and_gradients(make, options, wrap):
         assert next(row for row in scope.diff() if "lm_head" in row["where"])["calls"] == 1
     again = model(**call)
     assert torch.equal(again.log_probs, theirs.log_probs)
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": "torch"}, {"fused": "torch", "tiled_mlp": 3}], ids=str)
+@pytest.mark.parametrize("by", ["labels", "shift_labels"])
+def test_shared_prefixes_are_scored_in_their_terms(options, by):
+    """TRL's head knows one target per token; the last token of a shared prefix has one per response."""
+    groups = text_groups(side="both")  # prompts padded on the left, completions on the right, as TRL makes them
+    model, _ = build("qwen3", train=False)
+    add_fused_lm_head(model, outputs=EVERYTHING, temperature=0.9)
+    labels = groups.batch["labels"]
+    if by == "shift_labels":
+        labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)
+    call = {**{k: groups.batch[k] for k in ("input_ids", "attention_mask")}, by: labels, "fused_lm_head": True}
+
+    def objective(out):
+        return out.loss + out.entropy.square().mean()
+
+    theirs = model(**call)
+    wanted = gradients(model, lambda: objective(theirs))
+    logits = model(groups.batch["input_ids"], attention_mask=groups.batch["attention_mask"]).logits
+    with patched(model, prefix_grouper=True, **options) as scope:
+        ours = model(**call)
+        counted = count(model, lambda: model(**call))
+        compare(ours, theirs, tuple(theirs.log_probs.shape))
+        assert_gradients(gradients(model, lambda: objective(ours)), wanted)
+        real = groups.real
+        again = model(groups.batch["input_ids"], attention_mask=groups.batch["attention_mask"]).logits
+        torch.testing.assert_close(again[real], logits[real], rtol=1e-4, atol=1e-4)  # no flag: logits
+        assert "fused_head" in str(scope.explain())
+    assert counted.embedded == [groups.tokens]
+
+
+def test_prefixes_under_a_head_that_nobody_scores_for():
+    """The head came after the scope was made: named, with what to do."""
+    model, _ = build("llama")
+    groups = text_groups()
+    scope = patched(model, prefix_grouper=True)
+    add_fused_lm_head(model)
+    with scope, pytest.raises(UnsupportedError, match="add fused= to the scope"):
+        model(**groups.batch, fused_lm_head=True)
 
 
 @pytest.mark.parametrize(
@@ -346,6 +387,23 @@ def test_grpo_steps(tmp_path, plain_grpo, variant):
         trainer.train()
     for row in scope.diff():
         assert row["calls"] is None or row["calls"] >= 2, row["where"]
+    assert_same_training(result(trainer), plain_grpo)
+
+
+def test_grpo_with_shared_prefixes_around_its_step(tmp_path, plain_grpo):
+    """A stock trainer whose `training_step` runs in a scope, and nothing else is changed."""
+    torch.manual_seed(0)
+    model, _ = build("llama")
+    trainer = grpo(tmp_path, model)
+    shared = []
+    hook = model.get_input_embeddings().register_forward_pre_hook(
+        lambda _, args: shared.append(tuple(args[0].shape)) if torch.is_grad_enabled() else None
+    )
+    trainer.training_step = patched(model, prefix_grouper=True, tiled_mlp=4)(trainer.training_step)
+    trainer.train()
+    hook.remove()
+    assert shared
+    assert all(rows == 1 for rows, _ in shared), shared
     assert_same_training(result(trainer), plain_grpo)
 
 

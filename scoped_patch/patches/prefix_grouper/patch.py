@@ -99,6 +99,7 @@ class PrefixGrouper(Patch):
                 RANK,
                 commutes=True,
                 token=(self.name, ENTRY_NAME),
+                any_thread=True,
                 to="shared-prefix attention",
             )
         for module in modules:

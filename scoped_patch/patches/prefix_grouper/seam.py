@@ -142,7 +142,19 @@ class Seam:
             CALL_KEYWORD: call,
         }
         wants_loss = kwargs.get("labels") is not None
+        if (
+            fused is not None
+            and fused.trl is not None
+            and not kwargs.get("fused_lm_head")
+            and kwargs.get("temperature") is None
+        ):
+            fused = None  # on a model with TRL's head, a call without its flag wants logits
         if fused is None:
+            if kwargs.get("fused_lm_head"):
+                raise UnsupportedError(
+                    f"prefix_grouper: TRL's fused head on {self.what} reads the head's weight and knows one target per token, "
+                    f"and the last token of a prefix has one per response: add fused= to the scope, which scores in its terms"
+                )
             if kwargs.get("temperature") is not None:
                 raise BadOptionError(
                     "prefix_grouper: temperature= needs fused=, which divides the logits; here they are returned"
@@ -169,6 +181,8 @@ class Seam:
         check_reached(prepared.call, self.layers, self.what)
         logger.debug("prefix_grouper: %d tokens instead of %d", packing.layout.tokens, packing.layout.repeated_tokens)
         values = {name: getattr(out, name) for name in out.__dataclass_fields__}
+        if scored is not None and "label_mask" in values:
+            return type(out)(**trl_fields(values, scored, kwargs))
         if scored is not None:
             if kwargs.get("labels") is not None and out.log_probs is not None:
                 log_probs = scored.unpack(out.log_probs)
@@ -206,6 +220,23 @@ class Seam:
             shift_labels=targets[None],
         )
         return loss
+
+
+def trl_fields(values: dict[str, Any], scored: scoring.ScoredRows, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The fields of TRL's fused output in the caller's layout: [B, S-1], or [B, S] for labels that are shifted already."""
+    if values.get("aux_loss") is not None:
+        raise UnsupportedError(
+            "prefix_grouper: this trainer asks for the auxiliary loss of a mixture of experts, which counts every token of "
+            "every row, and shared prefixes are computed once: leave out `prefix_grouper`, or the auxiliary loss"
+        )
+    columns = slice(None) if kwargs.get("shift_labels") is not None else slice(None, -1)
+    made = dict(values)
+    for name, found in values.items():
+        if isinstance(found, Tensor) and found.ndim == 2 and name != "label_mask":
+            made[name] = scored.unpack(found.float())[:, columns].to(found.dtype)
+    made["label_mask"] = (scored.of_cell >= 0).view(scored.shape)[:, columns]
+    made["loss"] = scoring.loss_of(made["log_probs"], made["label_mask"], kwargs.get("num_items_in_batch"))
+    return made
 
 
 def fused_below(prior: Callable[..., Any]) -> fused_head.Seam | None:

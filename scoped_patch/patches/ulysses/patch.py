@@ -263,6 +263,7 @@ class Ulysses(Patch):
             RANK,
             commutes=True,
             token=(self.name, "mask", name),
+            any_thread=True,
             to="the same function, told the whole length",
         )
 
