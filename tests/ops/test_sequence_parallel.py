@@ -140,6 +140,7 @@ def _gather_and_shard(rank: int, world: int) -> None:
         assert torch.equal(shard[:, : end - start], full[:, start:end])
         gathered = sp.gather_sequence(shard, 1, group, length=length, backward=how)
         assert torch.equal(gathered, full)
+        assert gathered._base is None
         weight = _full(2, length, 4, seed=2)
         ((rank + 1) * gathered * weight).sum().backward()
         factor = sum(range(1, world + 1)) if how == "sum" else rank + 1

@@ -78,6 +78,7 @@ def _fsdp2_on_a_mesh(rank: int, world: int, families: tuple[str, ...]) -> None:
                     objective(out).backward()
                     found = out.log_probs
             _close(found, wanted[dp].log_probs)
+            assert out.log_probs._base is None  # FSDP2 warns of views: changed in place they lose its backward hook
             full = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
             _same_gradients(full, gradients)
 

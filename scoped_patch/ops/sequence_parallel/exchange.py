@@ -208,7 +208,7 @@ class _GatherSequence(torch.autograd.Function):
     def forward(ctx: Any, group: dist.ProcessGroup, x: Tensor, dim: int, length: int, backward: str) -> Tensor:
         ctx.group, ctx.dim, ctx.how, ctx.size = group, dim, backward, x.shape[dim]
         gathered = collectives.all_gather(x, group).movedim(0, dim).flatten(dim, dim + 1)
-        return gathered.narrow(dim, 0, length)
+        return _own(gathered.narrow(dim, 0, length))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -220,6 +220,11 @@ class _GatherSequence(torch.autograd.Function):
         else:
             mine = collectives.reduce_scatter_sum(_split(g, dim, ranks).movedim(dim, 0), ctx.group)
         return None, mine, None, None, None
+
+
+def _own(x: Tensor) -> Tensor:
+    """The memory of a view whose base nobody else has, as a tensor that is none: FSDP2 warns of outputs that are views."""
+    return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
 class _ScaleGradient(torch.autograd.Function):

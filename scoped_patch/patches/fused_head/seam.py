@@ -186,7 +186,8 @@ class Seam:
         if frame.log_probs is None:
             if received.device != packed.device:
                 packed = packed.to(received.device)
-            frame.log_probs, frame.entropy = packed[..., 0], packed[..., 1]
+            # Copies: what is done in place to a view of FSDP2's output would drop its backward hook.
+            frame.log_probs, frame.entropy = packed[..., 0].clone(), packed[..., 1].clone()
 
     def _prove(self, packed: Tensor, received: Any) -> None:
         if torch.compiler.is_dynamo_compiling() or (self.proved and isinstance(received, Tensor)):

@@ -50,7 +50,16 @@ def finish(out: Any, shard: SequenceShard, kwargs: dict[str, Any], grad_reductio
     factor = (1.0 if mean else 1.0 / shard.ranks) if shard.gathers_outputs else (float(shard.ranks) if mean else 1.0)
     if not shard.gathers_outputs and shard.group is not None and kwargs.get("labels") is not None:
         _globalise_loss(out, shard)
-    return _map_floats(out, lambda x: scale_gradient(x, factor)) if factor != 1 else out
+    if factor == 1:
+        return out
+
+    def scaled(x: Tensor) -> Tensor:
+        x = scale_gradient(x, factor)
+        # FSDP2 warns of outputs that are views, since what is done to one in place drops its backward hook. Logits and
+        # hidden states are too big for that.
+        return x.clone() if x.ndim <= 2 else x
+
+    return _map_floats(out, scaled)
 
 
 def _globalise_loss(out: Any, shard: SequenceShard) -> None:
