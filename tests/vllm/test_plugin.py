@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,3 +30,10 @@ def test_inert_unless_asked(engines: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(session.records) == 3
     session.restore()
     assert not active()
+
+
+def test_the_entry_point_leads_here() -> None:
+    """vLLM finds it by this group in every process of an engine."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (value,) = project["entry-points"]["vllm.general_plugins"].values()
+    assert EntryPoint("scoped_patch", value, "vllm.general_plugins").load() is plugin.register
