@@ -1,4 +1,4 @@
-"""The feed-forward blocks of a text decoder: where they are. Found by the names of children, not of classes."""
+"""The feed-forward blocks of a decoder, and of a vision tower: where they are. Found by names of children, not of classes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Literal
 from torch import nn
 
 from ..engine.errors import UnsupportedError
-from .modules import module_paths
+from .modules import module_paths, walk
 from .roles import Roles, find_roles
 from .spec import decoder_layers, describe, find_decoder, head_leaves
 from .unwrap import unwrap
+from .vision import find_vision
 
 #: what families call the feed-forward children of a decoder layer
 FEED_FORWARD_NAMES = (
@@ -62,9 +63,20 @@ class Found:
     skipped: tuple[str, ...]
 
 
-def layer_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The feed-forward children of all decoder layers, as they are registered (wrappers included). Cheap."""
-    for layer in decoder_layers(find_decoder(model)):
+def layer_blocks(model: nn.Module, vision: bool = False) -> Iterator[nn.Module]:
+    """The feed-forward children of all decoder layers, as they are registered (wrappers included). Cheap.
+
+    With `vision`, those of all lists of layers in the vision tower follow.
+    """
+    yield from _blocks_of(decoder_layers(find_decoder(model)))
+    if vision:
+        for module in walk(find_vision(model).tower):
+            if isinstance(module, nn.ModuleList):
+                yield from _blocks_of(module)
+
+
+def _blocks_of(layers: nn.ModuleList) -> Iterator[nn.Module]:
+    for layer in layers:
         found = [child for name in FEED_FORWARD_NAMES if (child := layer._modules.get(name)) is not None]
         if not found:
             inside = unwrap(layer).model._modules
@@ -72,11 +84,11 @@ def layer_blocks(model: nn.Module) -> Iterator[nn.Module]:
         yield from found
 
 
-def find_feed_forwards(model: nn.Module) -> Found:
-    """All feed-forward places of a model's text decoder.
+def find_feed_forwards(model: nn.Module, vision: bool = False) -> Found:
+    """All feed-forward places of a model's text decoder, and with `vision` of its vision tower.
 
     Raises:
-        UnsupportedError: no text decoder, or not one layer with a child of a known name.
+        UnsupportedError: no text decoder (or tower), or not one layer of it with a child of a known name.
     """
     decoder = find_decoder(model)
     paths = module_paths(model)
@@ -84,8 +96,14 @@ def find_feed_forwards(model: nn.Module) -> Found:
     places: list[FeedForward] = []
     skipped: list[str] = []
     seen: set[int] = set()
-    blocks = list(layer_blocks(model))
-    if not blocks:
+    text_blocks = list(layer_blocks(model))
+    blocks = list(layer_blocks(model, vision))
+    if vision and len(blocks) == len(text_blocks):
+        raise UnsupportedError(
+            f"{describe(model)}: no layer of its vision tower {find_vision(model).spec.tower} has a feed-forward child of its "
+            f"own; looked for {', '.join(FEED_FORWARD_NAMES)}. Leave out vision=True"
+        )
+    if not text_blocks:
         raise UnsupportedError(
             f"{describe(model)}: no decoder layer has a feed-forward child of its own; looked for "
             f"{', '.join(FEED_FORWARD_NAMES)} in {paths.get(id(decoder), 'the decoder')}"

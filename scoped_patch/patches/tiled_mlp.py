@@ -49,12 +49,14 @@ class TiledMLP(Patch):
 
     Args:
         tiles: into how many tiles the tokens of a call are cut (at most; at least 1).
+        vision: the blocks of a vision-language model's tower too, whose tokens are the patches of all images of a call.
 
     Raises (when entering):
         UnsupportedError: no feed-forward block was found, or none that computes token by token; says what was looked for.
     """
 
     tiles: int = 8
+    vision: bool = False
     name: str = field(default="tiled_mlp", init=False, repr=False)
     _found: list[Any] = field(default_factory=list, init=False, repr=False)
 
@@ -64,12 +66,12 @@ class TiledMLP(Patch):
 
     @property
     def options(self) -> Hashable:
-        return (self.tiles,)
+        return (self.tiles, self.vision)
 
     def supports(self, target: Any) -> Support:
         model = unwrap(target).model
         try:
-            found = find_feed_forwards(model)
+            found = find_feed_forwards(model, self.vision)
         except ScopedPatchError as error:
             return Support(False, str(error))
         for place in found.places:
@@ -88,7 +90,7 @@ class TiledMLP(Patch):
 
     def fingerprint(self, target: Any) -> Hashable:
         try:
-            blocks = list(layer_blocks(unwrap(target).model))
+            blocks = list(layer_blocks(unwrap(target).model, self.vision))
         except ScopedPatchError:
             return None  # `supports` says what is missing
         return tuple((id(block), *map(id, block._modules.values()), "_old_forward" in block.__dict__) for block in blocks)
@@ -96,7 +98,7 @@ class TiledMLP(Patch):
     def plan(self, target: Any) -> Iterable[Edit]:
         model = unwrap(target).model
         known, self._found[:] = list(self._found), ()
-        found: Found = known[1] if known and known[0] is model else find_feed_forwards(model)
+        found: Found = known[1] if known and known[0] is model else find_feed_forwards(model, self.vision)
         for place in found.places:
             yield forward_edit(
                 place.module,

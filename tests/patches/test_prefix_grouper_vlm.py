@@ -11,7 +11,7 @@ from tests import tiny_models
 from tests.support.groups import count, image_groups, text_groups
 from tests.support.scores import assert_gradients, gradients, objective, unpatched
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "kimi_k25")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe", "kimi_k25")
 REQUIRED = FAMILIES[:3]
 
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scoped_patch import UnsupportedError, patched
+from scoped_patch import TiledMLP, UnsupportedError, patched
 from scoped_patch.models.feed_forward import find_feed_forwards
+from scoped_patch.models.vision import find_vision
 from scoped_patch.patches.tiled_mlp import _Tiled
 from tests.support.models import gpt2, token_ids
-from tests.support.scores import take_gradients
-from tests.tiny_models import BUILDERS, build, text_decoder
+from tests.support.scores import assert_gradients, take_gradients
+from tests.tiny_models import BUILDERS, VLMS, build, text_decoder
 
 MIXTURES = (
     "qwen3_moe",
@@ -251,3 +252,31 @@ def test_models_without_a_block_to_tile_are_refused_by_name(family: str, message
         model.model.layers[0].feed_forward.shared_expert = None  # which could be tiled
     with pytest.raises(UnsupportedError, match=f"tiled_mlp: .*{cls.__name__}.*{message}"):
         patched(model, tiled_mlp=4).plan()
+
+
+#: vision towers whose layers have a feed-forward child (the remote code's have their projections themselves)
+TOWERS = [family for family in VLMS if family != "kimi_vl"]
+
+
+@pytest.mark.parametrize("family", TOWERS)
+def test_the_tower_in_tiles_too(family: str) -> None:
+    model, batch = drawn(family)
+    wanted, right = step(model, batch)
+    text = len(find_feed_forwards(model).places)
+    tower = find_feed_forwards(model, vision=True).places[text:]
+    assert tower
+    assert all(place.path.startswith(find_vision(model).spec.tower) for place in tower)
+    with patched(model, tiled_mlp=TiledMLP(5, vision=True)) as scope:
+        out, found = step(model, batch)
+    calls = [record.calls for record in scope.records if not record.edit.hidden and record.patch == "tiled_mlp"]
+    assert calls == [1] * (text + len(tower))
+    assert (out.loss - wanted.loss).abs() <= 1e-6 * wanted.loss.abs()
+    assert_gradients(found, right, rtol=2e-4)
+
+
+def test_a_tower_without_blocks_is_refused_by_name() -> None:
+    model, _ = drawn("kimi_vl")
+    with pytest.raises(UnsupportedError, match="no layer of its vision tower vision_tower has a feed-forward child"):
+        patched(model, tiled_mlp=TiledMLP(2, vision=True)).plan()
+    with pytest.raises(UnsupportedError, match="is no vision-language model"):
+        patched(drawn("llama")[0], tiled_mlp=TiledMLP(2, vision=True)).plan()
