@@ -48,7 +48,9 @@ def run_case(case: Case, rank: int, world: int, **options: Any) -> Counter[str]:
     try:
         return _run_case(case, rank, world, torch.float32, **options)
     except _Rounding:  # on every rank
-        return _run_case(case, rank, world, torch.float64, **{**options, "rtol": 1e-5})
+        # a recurrence computes in float32 whatever it is given
+        rtol = 5e-5 if case.family in RECURRENT else 1e-5
+        return _run_case(case, rank, world, torch.float64, **{**options, "rtol": rtol})
 
 
 class _Rounding(AssertionError):
