@@ -128,7 +128,7 @@ class _Seam:
 
     def base_forward(self, prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         named = {**kwargs, **dict(zip(self.positional, args, strict=False))}
-        if any(_present(named.get(name)) for name in _MEDIA) or not self._wanted() or _continues(named):
+        if any(_present(named.get(name)) for name in _MEDIA) or _continues(named) or not self._wanted():
             return prior(*args, **kwargs)
         if isinstance(named.get("inputs_embeds"), Tensor):
             # The embedding is not asked: this is where the tower would run next.

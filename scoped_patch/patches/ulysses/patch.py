@@ -48,8 +48,9 @@ class Ulysses(Patch):
         group: how many ranks share a sequence (consecutive ranks of the default group), a `ProcessGroup`, or a
             one-dimensional `DeviceMesh`, such as `mesh["sp"]`.
         inputs: `"full"`: every rank passes the same whole batch, and gets the same whole outputs. `"sharded"`: ids,
-            position_ids, labels, shift_labels and temperature are this rank's part (of a text model; multimodal models
-            take whole ids, since images may lie anywhere), and so are the outputs; the parts have equal lengths.
+            position_ids, labels, shift_labels and temperature are this rank's part, and so are the outputs; the parts have
+            equal lengths. (Multimodal models take whole inputs, since images may lie anywhere: of these only shift_labels and
+            temperature are cut.)
         grad_reduction: what is done with the gradients of all ranks afterwards. `"mean"`, as DDP and FSDP do over all
             ranks; or `"sum"` over the ranks of the group. Either way the result is the gradient of one process.
 
