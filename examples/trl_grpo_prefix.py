@@ -32,7 +32,7 @@ import torch
 from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, logging
 from trl import GRPOConfig, GRPOTrainer
 
 from scoped_patch import patched
@@ -77,10 +77,10 @@ def questions() -> Dataset:
 
 
 def reward(completions: list[Any], expects: list[list[str]], **_: Any) -> list[float]:
-    """1 for an answer that contains an expected word, minus 0.02 for each word past ten."""
+    """1 for an answer that contains an expected word, minus 0.01 for each character: short answers differ too."""
     texts = [completion[0]["content"].lower() for completion in completions]
     return [
-        float(any(re.search(rf"\b{re.escape(word)}\b", text) for word in words)) - 0.02 * max(0, len(text.split()) - 10)
+        float(any(re.search(rf"\b{re.escape(word)}\b", text) for word in words)) - 0.01 * len(text)
         for text, words in zip(texts, expects, strict=True)
     ]
 
@@ -109,6 +109,7 @@ def train(model: Any, tokenizer: Any, length: int, **patches: Any) -> dict[str, 
         trainer = GRPOTrainer(
             model=model, reward_funcs=reward, args=config, train_dataset=questions(), processing_class=tokenizer
         )
+        trainer.remove_callback(PrinterCallback)
         if patches:
             trainer.training_step = patched(model, **patches)(trainer.training_step)
         started = time.perf_counter()
@@ -143,6 +144,7 @@ def main(length: int) -> int:
         equal &= abs(a["loss"] - b["loss"]) <= LOSS_TOLERANCE
         equal &= abs(a["grad_norm"] - b["grad_norm"]) <= NORM_TOLERANCE * max(a["grad_norm"], 1e-6)
         equal &= a["reward"] == b["reward"]
+        equal &= a["grad_norm"] > 0  # nothing is shown by rewards that are all alike
     console.print(table)
     console.print(
         f"tokens computed in the loss: {plain['tokens']:,} as repeated, {shared['tokens']:,} shared "
