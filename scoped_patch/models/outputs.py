@@ -12,6 +12,8 @@ import typing
 from typing import Any
 
 _CLASSES: dict[type, type] = {}
+#: of the declared classes, in order; Dynamo does not trace `dataclasses.fields` of a class
+_NAMES: dict[type, tuple[str, ...]] = {}
 
 EXTRA_FIELDS = ("log_probs", "entropy")
 
@@ -21,6 +23,7 @@ def fused_output_class(upstream: type) -> type:
     known = _CLASSES.get(upstream)
     if known is None:
         known = _CLASSES[upstream] = _declare(upstream)
+        _NAMES[known] = tuple(field.name for field in dataclasses.fields(known))
     return known
 
 
@@ -29,7 +32,7 @@ def fused_output(upstream: type, values: dict[str, Any]) -> Any:
     where a remote-code class declares it by its old name.
     """
     made = fused_output_class(upstream)
-    return made(*(values[field.name] for field in dataclasses.fields(made)))
+    return made(*[values[name] for name in _NAMES[made]])
 
 
 def _declare(upstream: type) -> type:
