@@ -432,3 +432,40 @@ def test_compiled_code_around_it_is_right() -> None:
     torch._dynamo.reset()
     torch.compile(lambda x: run(block, x.sin(), 4).cos(), backend="aot_eager")(x).sum().backward()
     assert_same(collect(block, x), theirs, tolerance=1e-6)
+
+
+class LearnsInside(nn.Module):
+    """A block that takes gradients itself, as test-time training does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(HIDDEN, HIDDEN) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            (first,) = torch.autograd.grad(F.linear(inner, self.weight).pow(2).sum(), inner)
+        return F.linear(x, self.weight) + first
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_function_that_takes_gradients_itself(dtype: torch.dtype, autocast: bool) -> None:
+    block = LearnsInside().to(dtype)
+    x = torch.randn(2, 9, HIDDEN).to(dtype)
+
+    def gradients(tiles: int, exact: bool = False) -> list[Tensor]:
+        used = block.double() if exact else block.to(dtype)
+        used.zero_grad()
+        leaf = (x.double() if exact else x.clone()).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast and not exact):
+            out = tiled_call(used, leaf, used, tiles) if tiles > 1 else used(leaf)
+        out.sum().backward()
+        return [leaf.grad.double().clone(), used.weight.grad.double().clone()]
+
+    wanted = gradients(1, exact=True)
+    rounding = 1e-5 if dtype == torch.float32 and not autocast else 4e-3
+    plain, tiled = gradients(1), gradients(4)
+    for right, untiled, found in zip(wanted, plain, tiled, strict=True):
+        error, allowed = (found - right).abs().max(), (untiled - right).abs().max()
+        assert error <= 2 * allowed + rounding * right.abs().max()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scoped_patch.ops.tiled_mlp.products import WeightSums
+from scoped_patch.ops.tiled_mlp.products import InnerBackward, WeightSums
 from scoped_patch.ops.tiled_mlp.reached import Parameters, Reached, check_all_listed
 from scoped_patch.ops.tiled_mlp.structure import Structure, leading_shape
 from scoped_patch.ops.tiled_mlp.tiles import (
@@ -220,9 +220,14 @@ def _backward(
         leaves = [
             call.cut(tensor, tile).detach().requires_grad_(wanted) for tensor, wanted in zip(inputs, needed_inputs, strict=True)
         ]
+        try:
+            results = call.recompute_tile(index, leaves, helping)
+        except InnerBackward:
+            helping = None  # from here on in autograd's own precision
+            results = call.recompute_tile(index, leaves, helping)
         pairs = [
             (result, d_output[tile])
-            for result, d_output in zip(call.recompute_tile(index, leaves, helping), d_outputs, strict=True)
+            for result, d_output in zip(results, d_outputs, strict=True)
             if d_output is not None and result.requires_grad
         ]
         if not pairs:
@@ -236,7 +241,7 @@ def _backward(
             [gradient for _, gradient in pairs],
             allow_unused=True,
         )
-        del pairs
+        del pairs, results
         with torch.no_grad():
             of_leaves = iter(gradients[: len(wanted_leaves)])
             for position, (tensor, wanted) in enumerate(zip(inputs, needed_inputs, strict=True)):

@@ -25,21 +25,36 @@ _VIEWS = frozenset(
 )
 
 
+class InnerBackward(RuntimeError):
+    """The function takes gradients itself, which ours would not be: it has to be recomputed without `WeightSums`."""
+
+
 class WeightSums(TorchFunctionMode):
     """Float32 sums of the gradients of some tensors; while it is entered, products with them will add to these.
 
     Attributes:
         sums: one per tensor; None while nothing was added.
+        recording: whether it is entered. A backward meanwhile is the function's own, not that of the tile.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self.sums: list[Tensor | None] = [None] * len(tensors)
+        self.recording = False
         self._tensors = tensors
         self._by_storage: dict[int, list[int]] = {}
         for index, tensor in enumerate(tensors):
             if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_contiguous() and not tensor._backward_hooks:
                 self._by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(index)
+
+    def __enter__(self) -> WeightSums:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self.recording = True
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.recording = False
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -126,6 +141,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
+        if ctx.sums.recording:
+            raise InnerBackward("tiled_call: this product belongs to the tile's own backward")
         of_weight, of_bias = ctx.places
         with torch.no_grad(), torch.autocast(dy.device.type, enabled=False):
             d_rows = dy.reshape(-1, dy.shape[-1])
