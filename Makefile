@@ -73,9 +73,10 @@ format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: venv
+bench: venv venv-vllm
 	@status=0; for benchmark in tests/benchmarks/bench_*.py; do \
-	  echo "== $$benchmark"; $(BIN)/python $$benchmark || status=1; \
+	  case $$benchmark in *bench_reload.py) python=$(VENV_VLLM)/bin/python;; *) python=$(BIN)/python;; esac; \
+	  echo "== $$benchmark"; $$python $$benchmark || status=1; \
 	done; exit $$status
 
 clean:
