@@ -6,13 +6,27 @@ import contextlib
 import inspect
 import types
 from collections.abc import Callable, Hashable, Iterator, MutableMapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..engine import LIVE, MISSING, Counter, Edit, Slot, attribute_slot, is_live, register_storage_finder, set_tracing
+from ..engine import (
+    LIVE,
+    MISSING,
+    Counter,
+    Edit,
+    Patch,
+    Session,
+    Slot,
+    attribute_slot,
+    is_live,
+    register_storage_finder,
+    set_tracing,
+)
 from ..engine.adhoc import signature_of
+from ..engine.errors import UnsupportedError
 from ..engine.slots import DictSlot
 
 #: `forward(prior, module, *args, **kwargs)`: `prior` is the bound forward that would have run.
@@ -96,6 +110,36 @@ def forward_edit(
         return bound_forward(module, prior, forward, counter, name)
 
     return Edit(slot, make, "wrap", reason, rank, commutes=True, token=token, exclusive=exclusive, counter=counter, to=to)
+
+
+def counting_edit(module: nn.Module, label: str, **common: Any) -> Edit:
+    """A hidden edit that changes nothing and counts how often the module ran; arguments as for `forward_edit`."""
+    return replace(forward_edit(module, label, _as_before, to="counts calls", **common), hidden=True)
+
+
+def _as_before(prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return prior(*args, **kwargs)
+
+
+def runs_past(session: Session, patch: Patch) -> int:
+    """How often a module with a `counting_edit` of this patch ran, if no other place of the patch was ever called; or 0."""
+    records = [record for record in session.records if record.planned.patch is patch]
+    if any(record.calls for record in records if not record.edit.hidden):
+        return 0
+    return sum(record.calls or 0 for record in records if record.edit.hidden)
+
+
+def refuse_replaced_forward(module: nn.Module, what: str, otherwise: str, prior: Any) -> None:
+    """For an edit that stands in for a module's forward and never calls it: that must be the one that is known.
+
+    Raises:
+        UnsupportedError: somebody put another forward on this instance.
+    """
+    if not is_class_forward(module, prior):
+        kind = getattr(prior, "__qualname__", type(prior).__name__)
+        raise UnsupportedError(
+            f"{what} was replaced on this instance by {kind}, which would never run. Take that off, or {otherwise}"
+        )
 
 
 def bound_forward(module: nn.Module, prior: Any, forward: Forward, counter: Counter, name: str) -> types.MethodType:

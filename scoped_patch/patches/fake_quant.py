@@ -12,7 +12,7 @@ import math
 import re
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..engine import Edit, Patch, Session, Support
 from ..engine.errors import BadOptionError, SeamNotReachedError, UnsupportedError
-from ..models.modules import forward_edit, is_class_forward
+from ..models.modules import counting_edit, forward_edit, refuse_replaced_forward, runs_past
 from ..models.spec import describe
 from ..models.unwrap import unwrap
 from ..ops.nvfp4 import BLOCK, FUSED, fake_quantize, largest, tensor_scale
@@ -164,29 +164,27 @@ class FakeQuant(Patch):
                 reason="compute with what NVFP4 leaves of the weight" + (" and the input" if self.scheme == "w4a4" else ""),
                 to=f"NVFP4 {self.scheme}, straight-through gradient",
                 token=(self.name, self.options, id(module)),
-                check=functools.partial(check_forward, module, name),
+                check=functools.partial(
+                    refuse_replaced_forward, module, f"{self.name}: the forward of {name}", "ignore the layer"
+                ),
                 **common,
             )
-        counting = forward_edit(
+        yield counting_edit(
             model,
             type(model).__name__,
-            _as_before,
             name="fake_quant_model_forward",
             reason="see whether the model ran",
-            to="counts calls",
             token=(self.name, self.options, id(model)),
             **common,
         )
-        yield replace(counting, hidden=True)
 
     def audit(self, session: Session) -> None:
-        ours = [record for record in session.records if record.planned.patch is self]
-        calls = sum(record.calls or 0 for record in ours if not record.edit.hidden)
-        runs = sum(record.calls or 0 for record in ours if record.edit.hidden)
-        if runs and not calls:
+        runs = runs_past(session, self)
+        if runs:
+            layers = sum(record.planned.patch is self for record in session.records) - 1
             raise SeamNotReachedError(
                 f"{self.name}: the model ran {runs} times in the scope entered at {session.location}, and called none of its "
-                f"{len(ours) - 1} linear layers: something reads their weights directly, so nothing was quantised"
+                f"{layers} linear layers: something reads their weights directly, so nothing was quantised"
             )
 
     # ------------------------------------------------------------------------------------------------- what runs
@@ -261,27 +259,9 @@ def siblings(name: str) -> list[str]:
     return [f"{parent}.{other}" if parent else other for other in fused]
 
 
-def check_forward(module: nn.Module, name: str, prior: Any) -> None:
-    """The rounded product stands in for the layer's forward and never calls it: that must be the one that is known.
-
-    Raises:
-        UnsupportedError: somebody put another forward on this instance.
-    """
-    if not is_class_forward(module, prior):
-        kind = getattr(prior, "__qualname__", type(prior).__name__)
-        raise UnsupportedError(
-            f"fake_quant: the forward of {name} was replaced on this instance by {kind}, which would never run. Take that off, "
-            f"or ignore the layer"
-        )
-
-
 def _is_linear(model: nn.Module, name: str) -> bool:
     parent, _, leaf = name.rpartition(".")
     try:
         return isinstance(model.get_submodule(parent)._modules.get(leaf), nn.Linear)
     except AttributeError:
         return False
-
-
-def _as_before(prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return prior(*args, **kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..engine import LIVE, Edit, Patch, Session, Support
 from ..engine.errors import BadOptionError, ScopedPatchError, SeamNotReachedError, UnsupportedError
 from ..models.checkpointing import snapshot_of
 from ..models.feed_forward import FeedForward, Found, find_feed_forwards, layer_blocks
-from ..models.modules import foreign_forward, forward_edit
+from ..models.modules import counting_edit, foreign_forward, forward_edit, runs_past
 from ..models.roles import Roles
 from ..models.spec import describe, find_decoder
 from ..models.unwrap import class_names, unwrap
@@ -112,32 +112,24 @@ class TiledMLP(Patch):
                 exclusive=self.name,
             )
         decoder = find_decoder(model)
-        counting = forward_edit(
+        yield counting_edit(
             decoder,
             "decoder",
-            _as_before,
             name="tiled_mlp_decoder_forward",
             rank=RANK,
             reason="see whether the decoder ran",
-            to="counts calls",
             token=(self.name, self.tiles, id(decoder)),
             exclusive=self.name,
         )
-        yield replace(counting, hidden=True)
 
     def audit(self, session: Session) -> None:
-        ours = [record for record in session.records if record.planned.patch is self]
-        calls = sum(record.calls or 0 for record in ours if not record.edit.hidden)
-        runs = sum(record.calls or 0 for record in ours if record.edit.hidden)
-        if runs and not calls:
+        runs = runs_past(session, self)
+        if runs:
+            blocks = sum(record.planned.patch is self for record in session.records) - 1
             raise SeamNotReachedError(
                 f"{self.name}: the decoder ran {runs} times in the scope entered at {session.location}, and none of its "
-                f"{len(ours) - 1} feed-forward blocks was called: something computes them another way, so nothing was tiled"
+                f"{blocks} feed-forward blocks was called: something computes them another way, so nothing was tiled"
             )
-
-
-def _as_before(prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return prior(*args, **kwargs)
 
 
 class _Tiled:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 
 import pytest
@@ -23,6 +22,7 @@ from scoped_patch.ops.nvfp4 import largest, quantize_dequantize, tensor_scale
 from scoped_patch.patches.fake_quant import siblings
 from tests.support.models import token_ids
 from tests.support.scores import assert_gradients, gradients
+from tests.support.stacks import rounded
 from tests.tiny_models import build
 from tests.vllm.support.checkpoints import dequantize
 
@@ -35,17 +35,6 @@ needs_packer = pytest.mark.skipif(not HAVE_PACKER, reason="needs the compressed-
 def _clean():
     yield
     assert_clean()
-
-
-def rounded(model: nn.Module, patch: FakeQuant | None = None) -> nn.Module:
-    """A copy whose weights are what NVFP4 leaves of them."""
-    names = (patch or FakeQuant()).layers(model)
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for name, module in names.items():
-            together = [names[other].weight for other in siblings(name) if other in names]
-            twin.get_submodule(name).weight.copy_(quantize_dequantize(module.weight, tensor_scale(largest(together))))
-    return twin
 
 
 def logits(model: nn.Module) -> torch.Tensor:

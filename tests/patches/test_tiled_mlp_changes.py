@@ -50,6 +50,22 @@ def check(model: nn.Module, run: Callable[[], dict[str, Tensor]] | None = None, 
         assert_gradients(run(), right, 1e-9)
 
 
+def check_around(model: nn.Module, wrapper: Callable[[nn.Module], nn.Module]) -> None:
+    """With the blocks inside others, which are put around them when the scope is live already."""
+
+    def wrap() -> None:
+        for layer in model.model.layers:
+            layer.mlp = wrapper(layer.mlp)
+
+    wrap()
+    right = step(model)
+    for layer in model.model.layers:
+        layer.mlp = layer.mlp.inner
+    with patched(model, tiled_mlp=4):
+        wrap()
+        assert_gradients(step(model), right, 1e-9)
+
+
 FORMS = [("llama", False), ("llama", True), ("qwen3_moe", False)]
 
 
@@ -242,15 +258,7 @@ def test_inputs_that_are_not_contiguous() -> None:
             return self.inner(x.transpose(0, 1)).transpose(0, 1) + self.inner(x[:1].expand_as(x))
 
     model = drawn()
-    for layer in model.model.layers:
-        layer.mlp = Turned(layer.mlp)
-    right = step(model)
-    for layer in model.model.layers:
-        layer.mlp = layer.mlp.inner
-    with patched(model, tiled_mlp=4):
-        for layer in model.model.layers:
-            layer.mlp = Turned(layer.mlp)
-        assert_gradients(step(model), right, 1e-9)
+    check_around(model, Turned)
 
 
 def test_weights_that_zero3_has_partitioned_are_refused_by_name() -> None:
@@ -422,15 +430,7 @@ class Adding(nn.Module):
 @pytest.mark.parametrize(("family", "inside"), FORMS)
 def test_what_a_block_returns_may_be_changed_in_place(family: str, inside: bool) -> None:
     model = drawn(family, inside)
-    for layer in model.model.layers:
-        layer.mlp = Adding(layer.mlp)
-    right = step(model)
-    for layer in model.model.layers:
-        layer.mlp = layer.mlp.inner
-    with patched(model, tiled_mlp=4):
-        for layer in model.model.layers:
-            layer.mlp = Adding(layer.mlp)
-        assert_gradients(step(model), right, 1e-9)
+    check_around(model, Adding)
 
 
 # ------------------------------------------------------------------------------------------------- random numbers

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.ranks import spawn
 from tests.support.ulysses import run_cases
-from tests.support.ulysses_cases import FAMILIES, NO_SDPA, RECURRENT, Case, pairwise, possible
+from tests.support.ulysses_cases import FAMILIES, NO_SDPA, RECURRENT, Case, break_the_exchange, pairwise, possible
 
 AXES = {
     "ranks": (2, 4),
@@ -49,12 +49,7 @@ def test_a_run_without_the_exchange_is_caught(ranks):
 
 
 def _without_exchange(rank: int, world: int, cases: list[Case]) -> list[str]:
-    from scoped_patch.patches.ulysses import attention
-
-    def stay(tensors, group):
-        return tuple(x.narrow(1, 0, x.shape[1] // world).repeat(1, 1, world, 1) for x in tensors)
-
-    attention.heads_from_sequence = stay
+    break_the_exchange(world)
     return run_cases(rank, world, cases)
 
 

@@ -12,23 +12,12 @@ from torch import nn
 from scoped_patch import UnsupportedError, patched
 from tests.support import models as odd_models
 from tests.support.checks import run_checks
+from tests.support.models import SMALL
 from tests.support.ulysses import reduced_gradients, snapshot, take
 from tests.tiny_models import VLMS, build
 
 IDS = torch.randint(3, 100, (2, 17), generator=torch.Generator().manual_seed(1))
 
-_SMALL = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 _DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -74,7 +63,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def _build(kind: str, options: dict[str, Any]) -> nn.Module:
     options = dict(options)
     attention = options.pop("attn_implementation", "sdpa")
-    config = getattr(transformers, f"{kind}Config")(**{**_SMALL, **options})
+    config = getattr(transformers, f"{kind}Config")(**{**SMALL, **options})
     model_class = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")
     return odd_models._drawn(model_class._from_config(config, attn_implementation=attention)).train()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.ranks import spawn
-from tests.support.ulysses_cases import pairwise
+from tests.support.ulysses_cases import break_the_exchange, pairwise
 from tests.support.vlm import CONTENTS, FAMILIES, Case, possible, product, run_cases
 
 AXES = {
@@ -46,12 +46,7 @@ def test_a_run_without_the_exchange_is_caught(ranks):
 
 
 def _without_exchange(rank: int, world: int, cases: list[Case]) -> list[str]:
-    from scoped_patch.patches.ulysses import attention
-
-    def stay(tensors, group):
-        return tuple(x.narrow(1, 0, x.shape[1] // world).repeat(1, 1, world, 1) for x in tensors)
-
-    attention.heads_from_sequence = stay
+    break_the_exchange(world)
     return run_cases(rank, world, cases)
 
 

@@ -30,7 +30,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from tests.tiny_models import build
 
 VOCAB = 128
-_SMALL = {
+SMALL = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -61,17 +61,17 @@ def _drawn(model: PreTrainedModel) -> PreTrainedModel:
 
 def cohere(**options: Any) -> PreTrainedModel:
     """The model multiplies its logits by `logit_scale`; tied."""
-    return _drawn(CohereForCausalLM(CohereConfig(**{**_SMALL, "logit_scale": 0.25, **options})))
+    return _drawn(CohereForCausalLM(CohereConfig(**{**SMALL, "logit_scale": 0.25, **options})))
 
 
 def granite(**options: Any) -> PreTrainedModel:
     """The model divides its logits by `logits_scaling`; tied."""
-    return _drawn(GraniteForCausalLM(GraniteConfig(**{**_SMALL, "logits_scaling": 3.0, **options})))
+    return _drawn(GraniteForCausalLM(GraniteConfig(**{**SMALL, "logits_scaling": 3.0, **options})))
 
 
 def phi(**options: Any) -> PreTrainedModel:
     """The head has a bias."""
-    return _drawn(PhiForCausalLM(PhiConfig(**{**_SMALL, "attention_dropout": 0.0, **options})))
+    return _drawn(PhiForCausalLM(PhiConfig(**{**SMALL, "attention_dropout": 0.0, **options})))
 
 
 def gpt2(**options: Any) -> PreTrainedModel:

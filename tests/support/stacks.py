@@ -28,9 +28,9 @@ def options(ranks: int = 1) -> dict[str, dict[str, Any]]:
     }
 
 
-def rounded(model: nn.Module) -> nn.Module:
-    """A copy with the weights that NVFP4 leaves: what `fake` has to compute with."""
-    names = FakeQuant().layers(model)
+def rounded(model: nn.Module, patch: FakeQuant | None = None) -> nn.Module:
+    """A copy with the weights that NVFP4 leaves: what a fake-quantised model has to compute with."""
+    names = (patch or FakeQuant()).layers(model)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for name, module in names.items():

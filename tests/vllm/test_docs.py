@@ -53,20 +53,9 @@ def test_the_older_protocol(engines: Any) -> None:
     from .support import engine as support
 
     engine = engines("dense", "w4a16")
-    options = dict(
-        model=str(engine.path),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=64,
-        max_num_seqs=2,
-        max_num_batched_tokens=64,
-        kv_cache_memory_bytes=8 << 20,
-        dtype="bfloat16",
-        enable_prefix_caching=False,
-    )
     # vLLM on CPU keeps what it packed of an unquantised layer; only layers with NVFP4 weights are processed again here.
     quantised = [(n, t) for n, t in engine.state[1].items() if "_proj." in n or "norm" in n]
-    names = run("meta.prepare()", LLM=LLM, options=options, pairs=quantised)
+    names = run("meta.prepare()", LLM=LLM, options=support.options(engine.path), pairs=quantised)
     mixed = dict(engine.state[0]) | dict(quantised)
     with reload_weights(engine.llm) as update:
         update.load(mixed.items())

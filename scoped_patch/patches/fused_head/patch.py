@@ -8,12 +8,12 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...engine import MISSING, Edit, Patch, Session, Support, attribute_slot
 from ...engine.errors import BadOptionError, ScopedPatchError, SeamNotReachedError, UnsupportedError
 from ...models.head import head_problem
-from ...models.modules import foreign_forward, forward_edit, is_class_forward, module_paths
+from ...models.modules import foreign_forward, forward_edit, module_paths, refuse_replaced_forward
 from ...models.outputs import declare_for
 from ...models.spec import anatomy, describe
 from ...models.unwrap import unwrap
@@ -135,7 +135,9 @@ class FusedHead(Patch):
                 to=f"linear cross entropy ({self.backend})",
                 token=token,
                 exclusive=self.name,
-                check=functools.partial(check_head_forward, leaf, seam.what),
+                check=functools.partial(
+                    refuse_replaced_forward, leaf, f"{self.name}: the forward of the head of {seam.what}", "leave out `fused`"
+                ),
             )
         yield forward_edit(
             model,
@@ -185,17 +187,3 @@ class FusedHead(Patch):
                 f"entered at {session.location}, and never through the model's own forward, so nothing was scored: call the "
                 f"model itself, not its head or a forward that was taken off it before"
             )
-
-
-def check_head_forward(head: nn.Module, what: str, prior: Any) -> None:
-    """The fused head stands in for the head's forward and never calls it: that must be the one that is known.
-
-    Raises:
-        UnsupportedError: somebody put another forward on this instance.
-    """
-    if not is_class_forward(head, prior):
-        name = getattr(prior, "__qualname__", type(prior).__name__)
-        raise UnsupportedError(
-            f"fused_head: the forward of the head of {what} was replaced on this instance by {name}, which would never run. "
-            f"Take that off, or leave out `fused`"
-        )

@@ -73,10 +73,8 @@ def resolve(group: GroupLike) -> dist.ProcessGroup | None:
     """
     if degree(group) == 1:
         return None
-    if isinstance(group, DeviceMesh):
-        return group.get_group()
-    if isinstance(group, dist.ProcessGroup):
-        return group
+    if not isinstance(group, int):
+        return _given(group)
     world = dist.group.WORLD
     assert world is not None
     if group == dist.get_world_size() and failures.settle(world):
@@ -90,6 +88,10 @@ def resolve(group: GroupLike) -> dist.ProcessGroup | None:
     return found
 
 
+def _given(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
+    return group.get_group() if isinstance(group, DeviceMesh) else group
+
+
 def existing(group: GroupLike) -> dist.ProcessGroup | None:
     """The process group, where none has to be made: for traced code, which can make none.
 
@@ -98,10 +100,8 @@ def existing(group: GroupLike) -> dist.ProcessGroup | None:
     """
     if degree(group) == 1:
         return None
-    if isinstance(group, DeviceMesh):
-        return group.get_group()
-    if isinstance(group, dist.ProcessGroup):
-        return group
+    if not isinstance(group, int):
+        return _given(group)
     if group == dist.get_world_size():
         return dist.group.WORLD
     raise ScopeStateError(

@@ -22,10 +22,9 @@ PROMPT = (5, 17, 33, 101)
 Output = tuple[list[int], list[float]]
 
 
-def start(path: Path, **changes: Any) -> Any:
-    from vllm import LLM
-
-    options = dict(
+def options(path: Path) -> dict[str, Any]:
+    """Of a small engine."""
+    return dict(
         model=str(path),
         skip_tokenizer_init=True,
         enforce_eager=True,
@@ -38,9 +37,14 @@ def start(path: Path, **changes: Any) -> Any:
         disable_log_stats=True,
         enable_prefix_caching=False,
     )
+
+
+def start(path: Path, **changes: Any) -> Any:
+    from vllm import LLM
+
     threads = torch.get_num_threads()
     try:
-        return LLM(**(options | changes))
+        return LLM(**(options(path) | changes))
     finally:
         torch.set_num_threads(threads)
 
