@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.errors import UnsupportedError
-from .modules import is_plain_linear
+from .modules import changed_linear, is_plain_linear
 from .unwrap import class_names
 
 
@@ -49,9 +49,8 @@ def head_problem(head: nn.Module) -> str | None:
     if is_plain_linear(head):
         return None
     hint = ""
-    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
-        changed = getattr(nn.Linear.forward, "__qualname__", type(nn.Linear.forward).__name__)
-        return f"the forward of the class nn.Linear was changed, to {changed}, which would never run"
+    if changed := changed_linear(head):
+        return changed
     if hasattr(head, "quant_state") or "bnb" in type(head).__module__ or "bitsandbytes" in type(head).__module__:
         hint = "; keep the head out of quantisation (llm_int8_skip_modules=['lm_head'])"
     elif "peft" in type(head).__module__:

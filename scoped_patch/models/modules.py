@@ -229,6 +229,14 @@ def is_plain_linear(module: Any) -> bool:
     return isinstance(module, nn.Linear) and LINEAR_FORWARD is not None and type(module).forward is LINEAR_FORWARD
 
 
+def changed_linear(module: nn.Module) -> str | None:
+    """Why a layer with the forward of `nn.Linear` is not a plain one: somebody has changed that class; None otherwise."""
+    if is_plain_linear(module) or not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        return None
+    changed = getattr(nn.Linear.forward, "__qualname__", type(nn.Linear.forward).__name__)
+    return f"the forward of the class nn.Linear was changed, to {changed}, which would never run"
+
+
 def is_class_forward(module: nn.Module, forward: Any) -> bool:
     """Is this bound forward the one that the module's class gives it, put in place by nobody?"""
     return getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..engine import Edit, Patch, Session, Support
 from ..engine.errors import BadOptionError, SeamNotReachedError, UnsupportedError
-from ..models.modules import counting_edit, forward_edit, refuse_replaced_forward, runs_past
+from ..models.modules import changed_linear, counting_edit, forward_edit, is_plain_linear, refuse_replaced_forward, runs_past
 from ..models.spec import describe
 from ..models.unwrap import unwrap
 from ..ops.nvfp4 import BLOCK, FUSED, fake_quantize, largest, tensor_scale
@@ -130,7 +130,9 @@ class FakeQuant(Patch):
             why = f": {'; '.join(skipped)}" if skipped else " that is not ignored"
             return Support(False, f"{describe(model)} has no linear layer that can be quantised{why}")
         for name, module in found.items():
-            if type(module).forward is not nn.Linear.forward:
+            if changed := changed_linear(module):
+                return Support(False, f"{name} of {describe(model)}: {changed}")
+            if not is_plain_linear(module):
                 return Support(
                     False, f"{name} of {describe(model)} is a {type(module).__name__} with a forward of its own: ignore it"
                 )
@@ -195,6 +197,8 @@ class FakeQuant(Patch):
                 f"fake_quant: the weight of {name} is a {type(weight).__name__} {list(weight.shape)} where it is used; a layer "
                 f"that is split over ranks (tensor parallelism) cannot be rounded here: ignore it"
             )
+        if not is_plain_linear(module):
+            raise UnsupportedError(f"fake_quant: {name}: {changed_linear(module) or 'it has got a forward of its own'}")
         weights: list[Tensor] = [one.weight for one in together]
         rounded = fake_quantize(weight, tensor_scale(largest(weights)).to(weight.device))
         if self.scheme == "w4a4":

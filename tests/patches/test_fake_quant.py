@@ -17,6 +17,7 @@ from scoped_patch import (
     UnsupportedError,
     assert_clean,
     patched,
+    wrap_call,
 )
 from scoped_patch.ops.nvfp4 import largest, quantize_dequantize, tensor_scale
 from scoped_patch.patches.fake_quant import siblings
@@ -247,6 +248,16 @@ def test_a_layer_that_is_never_called_is_told():
     with pytest.raises(SeamNotReachedError, match="called none of its 1 linear layers"):
         with patched(model, fake_quant="w4a16"):
             model(torch.randn(2, 16))
+
+
+def test_a_changed_linear_class_is_refused_by_name():
+    model, _ = build("llama")
+    changed = wrap_call(nn.Linear, "forward", lambda original, x: 2 * original(x))
+    with patched(changed), pytest.raises(UnsupportedError, match=r"q_proj .*: the forward of the class nn\.Linear was changed"):
+        patched(model, fake_quant="w4a16").plan()
+    with patched(model, fake_quant="w4a16"), patched(changed):
+        with pytest.raises(UnsupportedError, match=r"q_proj: the forward of the class nn\.Linear was changed"):
+            model(input_ids=IDS)
 
 
 def test_compiled():
