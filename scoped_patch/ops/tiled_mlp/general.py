@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scoped_patch.ops.tiled_mlp.products import InnerBackward, WeightSums
+from scoped_patch.ops.tiled_mlp.products import StepAside, WeightSums
 from scoped_patch.ops.tiled_mlp.reached import Parameters, Reached, check_all_listed
 from scoped_patch.ops.tiled_mlp.structure import Structure, leading_shape
 from scoped_patch.ops.tiled_mlp.tiles import (
@@ -210,28 +210,45 @@ def _backward(
     # One that was frozen since the forward gets no gradient from autograd either.
     taken = [wanted and tensor.requires_grad for tensor, wanted in zip(reached, needed_parameters, strict=True)]
     parameters = [tensor for tensor, wanted in zip(reached, taken, strict=True) if wanted]
-    d_inputs: list[Tensor | None] = [None] * len(inputs)
-    weights = WeightSums(parameters)
-    sums = weights.sums
+    found: tuple[list[Tensor | None], list[Tensor | None]] | None = None
     # Sums need no help where autograd's gradients are in float32 already.
-    is_rounded = call.autocast.active or any(tensor.dtype.itemsize < 4 for tensor in parameters)
-    helping = weights if is_rounded else None
+    if call.autocast.active or any(tensor.dtype.itemsize < 4 for tensor in parameters):
+        with contextlib.suppress(StepAside):
+            found = _over_tiles(call, inputs, d_outputs, needed_inputs, parameters, everything, WeightSums(parameters))
+    if found is None:
+        found = _over_tiles(call, inputs, d_outputs, needed_inputs, parameters, everything, None)
+    d_inputs, sums = found
+    totals = [None if total is None else total.to(tensor.dtype) for total, tensor in zip(sums, parameters, strict=True)]
+    in_order = iter(totals)
+    return [*d_inputs, *(next(in_order) if wanted else None for wanted in taken)]
+
+
+def _over_tiles(
+    call: _Call,
+    inputs: Sequence[Tensor],
+    d_outputs: Sequence[Tensor | None],
+    needed_inputs: Sequence[bool],
+    parameters: Sequence[Tensor],
+    everything: Sequence[Tensor],
+    weights: WeightSums | None,
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """The gradients of the inputs, and the sums of those of the parameters, with or without the help of `weights`."""
+    d_inputs: list[Tensor | None] = [None] * len(inputs)
+    sums: list[Tensor | None] = [None] * len(parameters) if weights is None else weights.sums
     for index, tile in enumerate(call.tiles):
         leaves = [
             call.cut(tensor, tile).detach().requires_grad_(wanted) for tensor, wanted in zip(inputs, needed_inputs, strict=True)
         ]
-        try:
-            results = call.recompute_tile(index, leaves, helping)
-        except InnerBackward:
-            helping = None  # from here on in autograd's own precision
-            results = call.recompute_tile(index, leaves, helping)
         pairs = [
             (result, d_output[tile])
-            for result, d_output in zip(results, d_outputs, strict=True)
+            for result, d_output in zip(call.recompute_tile(index, leaves, weights), d_outputs, strict=True)
             if d_output is not None and result.requires_grad
         ]
         if not pairs:
             continue
+        if weights is not None:
+            for result, _ in pairs:
+                result.register_hook(weights.begin_backward)  # type: ignore[no-untyped-call]
         if index == 0:
             check_all_listed([result for result, _ in pairs], [*leaves, *everything])
         wanted_leaves = [leaf for leaf in leaves if leaf.requires_grad]
@@ -241,7 +258,7 @@ def _backward(
             [gradient for _, gradient in pairs],
             allow_unused=True,
         )
-        del pairs, results
+        del pairs
         with torch.no_grad():
             of_leaves = iter(gradients[: len(wanted_leaves)])
             for position, (tensor, wanted) in enumerate(zip(inputs, needed_inputs, strict=True)):
@@ -249,9 +266,7 @@ def _backward(
                     d_inputs[position] = _place(d_inputs[position], next(of_leaves), tensor, call, tile)
             for position, gradient in enumerate(gradients[len(wanted_leaves) :]):
                 sums[position] = _add(sums[position], gradient)
-    totals = [None if total is None else total.to(tensor.dtype) for total, tensor in zip(sums, parameters, strict=True)]
-    in_order = iter(totals)
-    return [*d_inputs, *(next(in_order) if wanted else None for wanted in taken)]
+    return d_inputs, sums
 
 
 def _place(whole: Tensor | None, gradient: Tensor | None, tensor: Tensor, call: _Call, tile: slice) -> Tensor | None:

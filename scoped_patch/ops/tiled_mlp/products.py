@@ -3,6 +3,9 @@
 Autograd hands out the gradient of a 16-bit weight rounded to 16 bits, once per tile, where the untiled function rounds it
 once. So while a tile is recomputed, products of 16-bit tensors with a weight that is listed add that weight's gradient to a
 float32 sum themselves, with no rounding in between.
+
+Whatever is not plainly such a product is left to autograd. Where something could look at or change a gradient on its way to
+the weight (hooks, gradients that the function takes itself), the tiles are recomputed without all this: `StepAside`.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from scoped_patch.ops.tiled_mlp.tiles import add_product, add_rows
 
 _HALVES = (torch.bfloat16, torch.float16)
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 #: how autograd calls the steps that lead from a weight to a part of it, as it lies in memory
 _VIEWS = frozenset(
@@ -25,8 +29,8 @@ _VIEWS = frozenset(
 )
 
 
-class InnerBackward(RuntimeError):
-    """The function takes gradients itself, which ours would not be: it has to be recomputed without `WeightSums`."""
+class StepAside(RuntimeError):
+    """The function does something with gradients that `WeightSums` would change: the tiles are recomputed without it."""
 
 
 class WeightSums(TorchFunctionMode):
@@ -34,38 +38,47 @@ class WeightSums(TorchFunctionMode):
 
     Attributes:
         sums: one per tensor; None while nothing was added.
-        recording: whether it is entered. A backward meanwhile is the function's own, not that of the tile.
+        backward: autograd's number for the tile's own backward, once that has begun. Any other is the function's own.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self.sums: list[Tensor | None] = [None] * len(tensors)
-        self.recording = False
+        self.backward = -1
+        self._first_node = 0
         self._tensors = tensors
         self._by_storage: dict[int, list[int]] = {}
         for index, tensor in enumerate(tensors):
-            if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_contiguous() and not tensor._backward_hooks:
+            if type(tensor) in _PLAIN and tensor.is_contiguous() and not tensor._backward_hooks:
                 self._by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(index)
 
     def __enter__(self) -> WeightSums:
         super().__enter__()  # type: ignore[no-untyped-call]
-        self.recording = True
+        self.backward = -1
+        self._first_node = torch._C._autograd._get_sequence_nr()
         return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.recording = False
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **kwargs)
+        if func in _WATCHING:
+            raise StepAside("tiled_call: a hook may be put on the way of a weight's gradient")
         rule = _RULES.get(func)
-        if rule is not None and torch.is_grad_enabled() and not _saved_tensors_are_hooked():
-            operands = rule(*args, **kwargs)
+        if rule is not None and torch.is_grad_enabled() and not _saved_tensors_are_hooked() and not _is_transformed():
+            try:
+                operands = rule(*args, **kwargs)
+            except TypeError:  # called in a form that the rule does not know
+                operands = None
             if operands is not None:
                 result = self._product(*operands)
                 if result is not None:
                     return result
         return func(*args, **kwargs)
+
+    def begin_backward(self, gradient: Tensor) -> None:
+        """Hook on each output of the tile: the first that runs in its own backward."""
+        self.backward = torch._C._current_graph_task_id()
 
     def _product(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, transposed: bool, offsets: Tensor | None
@@ -74,6 +87,10 @@ class WeightSums(TorchFunctionMode):
 
         `transposed`: of the weight as `F.linear` takes it.
         """
+        if any(one is not None and type(one) not in _PLAIN for one in (x, weight, bias, offsets)):
+            return None  # what a subclass makes of a product, and of its gradient, is its own affair
+        if bias is not None and bias.shape != (_width(x, weight, transposed),):
+            return None
         autocast = _autocast_dtype(x) if offsets is None and weight is not None else None
         dtype = autocast or x.dtype
         operands = [tensor for tensor in (weight, bias) if tensor is not None]
@@ -89,7 +106,7 @@ class WeightSums(TorchFunctionMode):
 
     def _place(self, part: Tensor) -> tuple[int, tuple[Any, ...]] | None:
         """Which tensor `part` is or lies in, and where; None for anything that is not simply a piece of one."""
-        if type(part) not in (Tensor, torch.nn.Parameter) or not part.requires_grad or part._backward_hooks:
+        if part._backward_hooks:
             return None
         start = part.storage_offset()
         if any(stride == 0 and size > 1 for size, stride in zip(part.shape, part.stride(), strict=True)):
@@ -98,9 +115,25 @@ class WeightSums(TorchFunctionMode):
         for index in self._by_storage.get(part.untyped_storage()._cdata, ()):
             whole = self._tensors[index]
             first = whole.storage_offset()
-            if part.dtype == whole.dtype and first <= start <= end < first + whole.numel() and _leads_to(part, whole):
+            if part.dtype == whole.dtype and first <= start <= end < first + whole.numel() and self._leads_to(part, whole):
                 return index, (part.shape, part.stride(), start - first)
         return None
+
+    def _leads_to(self, part: Tensor, whole: Tensor) -> bool:
+        """Is the gradient of `whole` that of `part`, put in its place, and nothing done to it on the way?
+
+        A view that was there before may have a hook that cannot be seen from here.
+        """
+        if part is whole:
+            return True
+        node = part.grad_fn
+        while node is not None and node is not whole.grad_fn:
+            if type(node).__name__ == "AccumulateGrad":
+                return node.variable is whole  # type: ignore[attr-defined]
+            if type(node).__name__ not in _VIEWS or node._sequence_nr() < self._first_node:
+                return False
+            node = node.next_functions[0][0]
+        return node is not None
 
     def add(self, place: tuple[int, tuple[Any, ...]], add: Callable[[Tensor], object]) -> None:
         """`add(sum)`, with the part of the float32 sum that belongs to the place."""
@@ -141,8 +174,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        if ctx.sums.recording:
-            raise InnerBackward("tiled_call: this product belongs to the tile's own backward")
+        if torch._C._current_graph_task_id() != ctx.sums.backward:
+            raise StepAside("tiled_call: a backward inside the tile, or inside its backward")
         of_weight, of_bias = ctx.places
         with torch.no_grad(), torch.autocast(dy.device.type, enabled=False):
             d_rows = dy.reshape(-1, dy.shape[-1])
@@ -192,18 +225,13 @@ def _add_groups(total: Tensor, rows: Tensor, d_rows: Tensor, offsets: Tensor) ->
         start = end
 
 
-def _leads_to(part: Tensor, whole: Tensor) -> bool:
-    """Is the gradient of `whole` that of `part`, put in its place, and nothing done to it on the way?"""
-    if part is whole:
-        return True
-    node = part.grad_fn
-    while node is not None and node is not whole.grad_fn:
-        if type(node).__name__ == "AccumulateGrad":
-            return node.variable is whole  # type: ignore[attr-defined]
-        if type(node).__name__ not in _VIEWS:
-            return False
-        node = node.next_functions[0][0]
-    return node is not None
+def _width(x: Tensor, weight: Tensor | None, transposed: bool) -> int:
+    return x.shape[-1] if weight is None else weight.shape[1 if transposed else 0]
+
+
+def _is_transformed() -> bool:
+    """Inside `torch.func`: its transforms do not take an `autograd.Function` of our kind."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _saved_tensors_are_hooked() -> bool:
@@ -240,6 +268,9 @@ def _grouped(mat_a: Any, mat_b: Any, offs: Any = None, bias: Any = None, out_dty
         return None
     return mat_a, mat_b, None, True, offs
 
+
+#: the function may do these to see or change gradients; nodes of the graph are reached by `grad_fn`
+_WATCHING = frozenset((Tensor.register_hook, Tensor.grad_fn.__get__))  # type: ignore[union-attr]
 
 _RULES: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
