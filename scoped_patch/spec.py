@@ -19,7 +19,8 @@ from torch import Tensor
 from .compose import PatchedScope, patched
 from .engine import Patch
 from .engine.errors import BadOptionError, ScopeStateError
-from .patches import FakeQuant, FusedHead, PrefixGrouper, TiledMLP, Ulysses
+from .models.spec import is_multimodal
+from .patches import FakeQuant, FusedHead, PrefixGrouper, TiledMLP, Ulysses, VLMMixedBatch
 
 VARIABLE = "SCOPED_PATCH_SPEC"
 VERSION = 1
@@ -31,10 +32,10 @@ _KEYWORDS: dict[str, type[Any]] = {
     "prefix_grouper": PrefixGrouper,
     "fake_quant": FakeQuant,
 }
-_MODES = ("on_foreign", "on_compiled")
+_MODES = ("on_foreign", "on_compiled", "vlm_mixed_batch")
 
 #: patches that `patched` adds to every scope on a model by itself
-_AUTOMATIC = ("checkpoint_replay", "saves_unpatched", "value_head", "vlm_slicing", "vlm_mixed_batch")
+_AUTOMATIC = ("checkpoint_replay", "saves_unpatched", "value_head")
 
 
 def to_spec(scope: PatchedScope) -> str:
@@ -44,13 +45,16 @@ def to_spec(scope: PatchedScope) -> str:
         BadOptionError: an option or a patch has no form as text; says which.
     """
     spec: dict[str, Any] = {"scoped_patch": VERSION, "on_foreign": scope.on_foreign, "on_compiled": scope.on_compiled}
+    mixed = _mixed_batch(scope)
+    if mixed is not None:
+        spec["vlm_mixed_batch"] = mixed
     for patch in scope.patches:
         keyword = next((name for name, kind in _KEYWORDS.items() if type(patch) is kind), None)
         if keyword is not None:
             spec[keyword] = _fields(keyword, patch)
         elif _is_target_patch(patch):
             spec.setdefault("qat", []).append(patch.name)
-        elif patch.name not in _AUTOMATIC:
+        elif patch.name not in _AUTOMATIC and not isinstance(patch, VLMMixedBatch):
             raise BadOptionError(
                 f"{patch.name} is a patch of your own, which has no form as text: give the other process the shipped options "
                 f"as a spec, and make your own patch there"
@@ -117,6 +121,15 @@ def exported(scope: PatchedScope) -> Iterator[str]:
             os.environ.pop(VARIABLE, None)
         else:
             os.environ[VARIABLE] = before
+
+
+def _mixed_batch(scope: PatchedScope) -> bool | None:
+    """The keyword that the scope was made with: None where `patched` decides by itself, and would decide the same."""
+    given = [patch for patch in scope.patches if isinstance(patch, VLMMixedBatch)]
+    spread = any(isinstance(patch, Ulysses) for patch in scope.patches)
+    if given:
+        return None if spread and not given[0].required else True
+    return False if spread and is_multimodal(scope.root) else None
 
 
 def _fields(keyword: str, patch: Patch) -> dict[str, Any]:

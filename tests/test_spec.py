@@ -65,6 +65,18 @@ def test_there_and_back(options):
     assert rows[0] == rows[1]
 
 
+@pytest.mark.parametrize(("given", "spread"), [(None, False), (None, True), (True, False), (True, True), (False, True)])
+def test_whether_batches_without_images_run_the_tower(given, spread):
+    model, _ = build("qwen2_vl")
+    scope = patched(model, fused="torch", sp=1 if spread else None, vlm_mixed_batch=given)
+    again = from_spec(build("qwen2_vl")[0], to_spec(scope))
+    assert to_spec(again) == to_spec(scope)
+    wanted = spread if given is None else given
+    for one in (scope, again):
+        assert any(patch.name == "vlm_mixed_batch" for patch in one.patches) == wanted
+        assert ("vlm_mixed_batch" in str(one.plan().explain(full=True))) == wanted
+
+
 def test_written_by_hand():
     model, _ = build("llama")
     scope = from_spec(model, {"scoped_patch": 1, "fused": "torch", "tiled_mlp": 2})
