@@ -14,7 +14,6 @@ from torch import nn
 
 from ..engine import (
     LIVE,
-    MISSING,
     Counter,
     Edit,
     Patch,
@@ -195,11 +194,6 @@ def walk(root: nn.Module) -> Iterator[nn.Module]:
 def module_paths(root: nn.Module) -> dict[int, str]:
     """id -> dotted path of every module under `root` (the first path where a module is shared)."""
     return {id(module): path for path, module in root.named_modules()}
-
-
-def own_value(module: nn.Module, name: str) -> Any:
-    """What the instance itself holds under `name`, or MISSING."""
-    return module.__dict__.get(name, MISSING)
 
 
 def defined_forward(kind: type) -> Any:

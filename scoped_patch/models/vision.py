@@ -139,10 +139,7 @@ def find_vision(model: nn.Module) -> Vision:
     """
     if not is_multimodal(model):
         raise UnsupportedError(f"{describe(model)} is no vision-language model: its config has no vision_config")
-    decoder = find_decoder(model)
-    paths = module_paths(model)
-    base = _base(model, decoder, paths)
-    features = next((name for name in _FEATURES if callable(getattr(base, name, None))), None)
+    decoder, paths, base, features = _surroundings(model)
     known = _SPECS.get(getattr(model.config, "model_type", ""))
     modules = {path: id_ for id_, path in paths.items()}
     if known is not None and known.tower in modules and paths.get(id(decoder)) == known.decoder:
@@ -161,11 +158,16 @@ _PROJECTORS = ("multi_modal_projector", "mm_projector", "embed_vision", "connect
 
 def infer_vision(model: nn.Module) -> VisionSpec:
     """What structure alone says of a model; raises as `find_vision` does."""
+    decoder, paths, base, features = _surroundings(model)
+    return _infer(model, base, decoder, features, paths)
+
+
+def _surroundings(model: nn.Module) -> tuple[nn.Module, dict[int, str], nn.Module, str | None]:
+    """The text decoder, all paths, the module that takes pixels, and the name of its method that runs the tower."""
     decoder = find_decoder(model)
     paths = module_paths(model)
     base = _base(model, decoder, paths)
-    features = next((name for name in _FEATURES if callable(getattr(base, name, None))), None)
-    return _infer(model, base, decoder, features, paths)
+    return decoder, paths, base, next((name for name in _FEATURES if callable(getattr(base, name, None))), None)
 
 
 def _base(model: nn.Module, decoder: nn.Module, paths: dict[int, str]) -> nn.Module:

@@ -5,12 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels import CpuKernel, Kernel, PlainKernel, Score
+from .kernels import Kernel, Score
 from .layout import PrefixLayout
-
-
-def kernel_for(q: Tensor, v: Tensor, how: Score) -> Kernel:
-    return CpuKernel() if CpuKernel.fits(q, v, how) else PlainKernel()
 
 
 def forward(

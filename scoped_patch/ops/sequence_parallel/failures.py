@@ -151,12 +151,6 @@ def ended_badly(group: dist.ProcessGroup, what: str, error: BaseException) -> Ra
     return RankFailedError(state.broken)
 
 
-def is_broken(group: dist.ProcessGroup) -> bool:
-    """Has a collective of this group been given up?"""
-    state = _groups.get(group)
-    return state is not None and bool(state.broken)
-
-
 def _key(kind: str, step: int, rank: int) -> str:
     return f"scoped_patch/{kind}/{step}/{rank}"
 
