@@ -237,16 +237,17 @@ def test_all_refusals_are_reported_together_and_nothing_is_changed():
     assert thing.__dict__ == {}
 
 
+@pytest.mark.parametrize("enter", [lambda scope: scope.__enter__(), lambda scope: scope.apply()], ids=["with", "apply"])
 @pytest.mark.parametrize("failure", [ValueError("late"), KeyboardInterrupt()])
-def test_a_failure_half_way_in_undoes_everything(failure):
+def test_a_failure_half_way_in_undoes_everything(failure, enter):
     one, two = Base(), Base()
 
     def fail(prior):
         raise failure
 
     late = EditPatch("late", lambda _: [Edit(attribute_slot(two, "x"), fail)])
-    with pytest.raises(type(failure)), scope(wrap_call(one, "method", passing([])), late):
-        raise AssertionError("not reached")
+    with pytest.raises(type(failure)):
+        enter(scope(wrap_call(one, "method", passing([])), late))
     assert one.__dict__ == two.__dict__ == {}
 
 
