@@ -59,7 +59,7 @@ class _Rounding(AssertionError):
 
 def _run_case(case: Case, rank: int, world: int, dtype: torch.dtype, **options: Any) -> Counter[str]:
     model, _ = build(case.family, attn="eager" if case.attention == "flash" else case.attention)
-    model.to(dtype)
+    model.to(case.device, dtype)
     with contextlib.ExitStack() as stack:
         if case.attention == "flash":
             fake_flash.use_flash(model)
@@ -88,8 +88,8 @@ class _Found:
 def _compare(
     case: Case, model: nn.Module, rank: int, world: int, rtol: float = 1e-4, own: dist.ProcessGroup | None = None
 ) -> Counter[str]:
-    batch = make_batch(case)
-    temperature = torch.rand(case.batch, case.length, generator=torch.Generator().manual_seed(9)) + 0.5
+    batch = {name: x.to(case.device) for name, x in make_batch(case).items()}
+    temperature = torch.rand(case.batch, case.length, generator=torch.Generator().manual_seed(9)).to(case.device) + 0.5
     found: _Found | None = None
     problem: Exception | None = None
     try:
@@ -163,12 +163,12 @@ def _differences(
     """What is not as it is in one process."""
     wrong = []
     for name, right in wanted.outputs.items():
-        whole = found.outputs[name]
+        whole, right = found.outputs[name].cpu(), right.detach().cpu()
         if whole.shape != right.shape:
             wrong.append(f"{name} is {list(whole.shape)}, wanted {list(right.shape)}")
             continue
         counted = _counted(case, whole.ndim)
-        off = relative(whole * counted, right.detach() * counted)
+        off = relative(whole * counted, right * counted)
         if not off <= rtol:
             wrong.append(f"{name} is off by {off:.1e}")
     if found.loss is not None:
@@ -267,8 +267,8 @@ def objective(
             size = x.shape[1]
             weights = weights[:, rank * size : (rank + 1) * size]
             x = x[:, : weights.shape[1]]
-        total = total + (x.double() * weights).sum()
-    return total if loss is None else total + 10 * loss.double()
+        total = total + (x.double().cpu() * weights).sum()
+    return total if loss is None else total + 10 * loss.double().cpu()
 
 
 def _counted(case: Case, ndim: int) -> Tensor:
@@ -279,7 +279,7 @@ def _counted(case: Case, ndim: int) -> Tensor:
 
 
 def take(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    found = {name: p.grad.detach().cpu().clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return found
 

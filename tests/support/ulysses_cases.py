@@ -44,6 +44,7 @@ class Case:
         reduction: what is done with the gradients of all ranks.
         checkpoint: None, `reentrant` or `nonreentrant` activation checkpointing.
         nesting: `one` call of patched(), or two scopes: `sp_outer`, `sp_inner`.
+        device: where the model is; ranks may share a card.
     """
 
     family: str
@@ -56,6 +57,7 @@ class Case:
     checkpoint: str | None = None
     nesting: str = "one"
     ranks: int = 2
+    device: str = "cpu"
 
     def __str__(self) -> str:
         parts = [self.family, self.attention, f"{self.batch}x{self.length}", self.rows, self.call, self.reduction]
