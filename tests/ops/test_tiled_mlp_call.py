@@ -571,3 +571,92 @@ def test_a_part_that_was_compiled_whole(dtype: torch.dtype) -> None:
         run(block, x, 4).sum().backward()
         assert_same(collect(block, x), theirs, tolerance=1e-6 if dtype == torch.float32 else 1e-2)
     assert 0 < len(compiled) <= 4  # with a graph and without, full tiles and a smaller one; never again
+
+
+class Chosen(nn.Module):
+    """Computes with one of two weights, by a plain attribute or by the sign of each token's first number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.active: list[str] = ["first"]
+        self.scales = {"first": 1.0, "second": 0.5}
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x
+        for name in self.active:
+            out = out + torch.tanh(getattr(self, name)(x)) * self.scales[name]
+        return out
+
+
+def _switch(block: Chosen) -> None:
+    block.active = ["second"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_switch, lambda block: block.active.append("second"), lambda block: block.scales.update(first=3.0)],
+    ids=["another", "one more", "scale"],
+)
+def test_plain_attributes_are_those_of_the_forward(change: Any) -> None:
+    def gradients(tiles: int | None) -> dict[str, Tensor | None]:
+        x = torch.ones(2, 9, HIDDEN).cumsum(1).div_(9).requires_grad_()
+        block.active, block.scales = ["first"], {"first": 1.0, "second": 0.5}
+        out = block(x) if tiles is None else tiled_call(block, x, block, tiles)
+        change(block)
+        seen = (block.active, block.scales, list(block.active), dict(block.scales))
+        out.square().sum().backward()
+        assert (block.active, block.scales) == seen[2:]
+        assert block.active is seen[0]
+        assert block.scales is seen[1]
+        return collect(block, x)
+
+    block = Chosen()
+    assert_same(gradients(4), gradients(None))
+
+
+def test_an_unlisted_tensor_is_an_error_also_where_only_later_tokens_meet_it() -> None:
+    block, other = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+    x = torch.cat([torch.ones(4, HIDDEN), -torch.ones(4, HIDDEN)])
+
+    def function(rows: Tensor) -> Tensor:
+        return block(rows) if bool((rows > 0).all()) else other(block(rows))
+
+    with pytest.raises(RuntimeError, match="needs a gradient and is not among `parameters`"):
+        tiled_call(function, x, list(block.parameters()), 4).sum().backward()
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_function_that_changes_its_input_is_refused(contiguous: bool, gradients: bool) -> None:
+    """A recomputation would change it once more, and what is not contiguous is cut into copies that the caller never sees."""
+    block = nn.Linear(HIDDEN, HIDDEN)
+    x = torch.randn(2, 8, HIDDEN)
+    with torch.set_grad_enabled(gradients), pytest.raises(RuntimeError, match=r"changes its input of shape \(1, 4, 16\)"):
+        tiled_call(lambda rows: block(rows.mul_(0.5)), x if contiguous else x.transpose(0, 1), block, 4)
+
+
+def test_a_frozen_weight_may_be_written_to_in_a_forward_and_not_after_it() -> None:
+    class Normalised(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.div_(self.weight.norm())
+            return super().forward(x)
+
+    block = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Normalised(HIDDEN, HIDDEN))
+    block[1].weight.requires_grad_(False)
+    x = torch.randn(2, 9, HIDDEN)
+    tiled_call(block, x, block, 4).sum().backward()
+    out = tiled_call(block, x, block, 4)
+    with torch.no_grad():
+        block[1].weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"shape \(16, 16\) was modified in place"):
+        out.sum().backward()
+
+
+def test_bfloat16_gradients_of_what_is_no_product_are_summed_in_float32() -> None:
+    """The sum stands still at 256 in bfloat16: 257 is no number of it."""
+    scale = nn.Parameter(torch.ones(HIDDEN, dtype=torch.bfloat16))
+    x = torch.ones(512, HIDDEN, dtype=torch.bfloat16)
+    tiled_call(lambda rows: rows * scale, x, [scale], 512).sum().backward()
+    assert torch.equal(scale.grad, torch.full_like(scale, 512))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 Parameters = nn.Module | Iterable[Tensor] | Callable[[], Iterable[Tensor]]
@@ -50,25 +53,23 @@ class Reached:
                     f"parameters: the tensor of shape {tuple(tensor.shape)} has a hook on its gradient, which would be given "
                     "each tile's share of it; pass the module that holds it in place of a list"
                 )
+        self._frozen: list[tuple[Tensor, int]] = []
         self._positions = [index for index, tensor in enumerate(self._everything) if tensor.requires_grad]
         self.tensors = [self._everything[index] for index in self._positions]
 
+    def forward_is_done(self) -> None:
+        """Called when the forward has run: frozen parameters may be written to in a forward, and not after it."""
+        frozen = [tensor for tensor in self._everything if isinstance(tensor, nn.Parameter) and not tensor.requires_grad]
+        self._frozen = [(tensor, tensor._version) for tensor in frozen if not (tensor.is_inference() or tensor._is_view())]
+
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Of a module: its tensors and training flags as in the forward, for the length of the block.
+        """Of a module: its tensors, training flags and plain attributes as in the forward, for the length of the block.
 
         A tensor with hooks on its gradient makes way for one without: they are for the sum, not for each tile's share.
         """
-        if self._state is None:
+        with put_back(self._state):
             yield
-            return
-        changes: list[Callable[[], object]] = []
-        try:
-            self._state.put_back(changes)
-            yield
-        finally:
-            for undo in reversed(changes):
-                undo()
 
     def now(self) -> tuple[list[Tensor], list[Tensor]]:
         """For a recomputation: those of `tensors`, or what a wrapper has put in their place; and all reached tensors.
@@ -83,12 +84,13 @@ class Reached:
                 f"{len(current)} in the backward. Something changed it in between (an adapter that was added, "
                 "merged or removed, say): run the backward in the state of the forward."
             )
-        for before, after, version in zip(self._everything, current, self._versions, strict=True):
+        for before, version in (*zip(self._everything, self._versions, strict=True), *self._frozen):
             if version is not None and before._version != version:
                 raise RuntimeError(
                     f"tiled_call: a parameter of shape {tuple(before.shape)} was modified in place between the "
-                    "forward and the backward (an optimizer step?), so its gradient can't be recomputed."
+                    "forward and the backward (an optimizer step?), so gradients can't be recomputed with it."
                 )
+        for before, after in zip(self._everything, current, strict=True):
             if before is not after and not _is_same_memory(before, after):
                 raise RuntimeError(
                     f"tiled_call: a parameter of shape {tuple(before.shape)} was replaced by another between the "
@@ -97,8 +99,21 @@ class Reached:
         return [current[index] for index in self._positions], current
 
 
+@contextlib.contextmanager
+def put_back(state: _State | PlainAttributes | None) -> Iterator[None]:
+    """What a module was like, for the length of the block."""
+    changes: list[Callable[[], object]] = []
+    try:
+        if state is not None:
+            state.put_back(changes)
+        yield
+    finally:
+        for undo in reversed(changes):
+            undo()
+
+
 class _State:
-    """The tensors and training flags of a module and its children."""
+    """The tensors, training flags and plain attributes of a module and its children."""
 
     def __init__(self, module: nn.Module) -> None:
         self._flags = [(child, child.training) for child in module.modules()]
@@ -109,6 +124,7 @@ class _State:
             for name, tensor in storage.items()
             if isinstance(tensor, Tensor)
         ]
+        self._attributes = PlainAttributes(module)
 
     def put_back(self, undo: list[Callable[[], object]]) -> None:
         """Put back what differs, noting how to undo each step before it. As `torch.func.functional_call` does it."""
@@ -137,6 +153,49 @@ class _State:
             if child.training is not training:
                 undo.append(lambda child=child, flag=child.training: child.__dict__.__setitem__("training", flag))  # type: ignore[misc]
                 child.__dict__["training"] = training
+        self._attributes.put_back(undo)
+
+
+class PlainAttributes:
+    """What the forwards of a module and its children may read besides tensors: numbers, strings, and lists of such.
+
+    An adapter keeps in them which of its weights are in use, and how strongly.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._values = [
+            (child.__dict__, name, copy.copy(value))
+            for child in module.modules()
+            for name, value in child.__dict__.items()
+            if name not in _OF_EVERY_MODULE and _is_plain(value)
+        ]
+
+    def put_back(self, undo: list[Callable[[], object]]) -> None:
+        """Put back what differs, noting how to undo each step before it."""
+        for attributes, name, value in self._values:
+            now = attributes.get(name, _GONE)
+            if now is value or (type(now) is type(value) and now == value):
+                continue
+            if now is not _GONE and not _is_plain(now):
+                continue  # filled in meanwhile: a cache, say
+            undo.append(
+                functools.partial(attributes.pop, name, None)
+                if now is _GONE
+                else functools.partial(attributes.__setitem__, name, now)
+            )
+            attributes[name] = copy.copy(value)
+
+
+_SIMPLE = (bool, int, float, str, type(None), torch.dtype)
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple, set):
+        return all(type(item) in _SIMPLE for item in value)
+    if type(value) is dict:
+        return all(type(item) in _SIMPLE for item in value.values())
+    return type(value) in _SIMPLE
 
 
 def _storages(module: nn.Module) -> tuple[dict[str, Any], ...]:
@@ -152,7 +211,7 @@ def _version(tensor: Tensor) -> int | None:
     """What tells a change in place, or None for tensors that others may rightly write to.
 
     Those are the views that the first FSDP gathers anew for the backward, and what is frozen: forwards write to buffers
-    themselves, and adapters to the weights that they stand on.
+    themselves, and adapters to the weights that they stand on. Of the latter, see `Reached.forward_is_done`.
     """
     return None if tensor.is_inference() or not tensor.requires_grad or tensor._is_view() else tensor._version
 
