@@ -517,6 +517,9 @@ ODD = {
     "a hook on a view": lambda m, x: F.linear(x, _halved(m.weight.view(-1)).view(HIDDEN, HIDDEN)),
     "a hook on a view, after its use": _hooked_late,
     "a hook on a node": _hooked_node,
+    "a checkpoint": lambda m, x: checkpoint(lambda y: F.linear(y, m.weight, m.bias).sin(), x, use_reentrant=False),
+    "a bias that is computed": lambda m, x: F.linear(x, m.weight, m.bias * 2),
+    "a weight that is computed": lambda m, x: F.linear(x, m.weight * 2, m.bias),
     "keywords": lambda m, x: torch.mm(_rows(x), mat2=m.weight.t()).view_as(x),
     "a bias for all": lambda m, x: F.linear(x, m.weight, m.shift) + torch.addmm(m.shift, _rows(x), m.weight).view_as(x),
     "vmap": lambda m, x: torch.vmap(lambda row: F.linear(row, m.weight))(_rows(x)[:, None]).view_as(x),
@@ -551,6 +554,54 @@ def test_what_a_block_does_with_gradients(case: str, dtype: torch.dtype, autocas
     for right, untiled, found in zip(wanted, plain, tiled, strict=True):
         error, allowed = (found - right).abs().max(), (untiled - right).abs().max()
         assert error <= 2 * allowed + rounding * right.abs().max()
+
+
+#: what a block may hold besides its weight, made before the call and without the block's knowing of it
+HELD = {
+    "a view": lambda weight: weight.view(-1).view(HIDDEN, HIDDEN),
+    "a view behind a hook": lambda weight: _halved(weight.view(-1)).view(HIDDEN, HIDDEN),
+    "computed": lambda weight: weight.sin() * 2,
+}
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("what", HELD)
+def test_a_tensor_made_of_another_one_before_the_call(what: str, dtype: torch.dtype, both: bool) -> None:
+    """The gradient of the one is part of the other's, once."""
+    block = Odd(lambda m, x: F.linear(x, m.part) + (x @ m.weight if both else 0)).to(dtype)
+    x = torch.randn(2, 9, HIDDEN, dtype=dtype)
+    found = []
+    for tiles in (1, 4):
+        block.part = HELD[what](block.weight)
+        (tiled_call(block, x, block, tiles) if tiles > 1 else block(x)).square().sum().backward()
+        found.append(block.weight.grad.double().clone())
+        block.zero_grad()
+    assert (found[1] - found[0]).abs().max() <= (1e-5 if dtype == torch.float32 else 1e-2) * found[0].abs().max()
+    listed = [block.weight, HELD[what](block.weight)]
+    with pytest.raises(ValueError, match="was computed from another one that is listed"):
+        tiled_call(block, x, listed, 4)
+
+
+@pytest.mark.parametrize("hooked", ["part", "middle"])
+def test_a_hook_between_a_listed_weight_and_a_view_that_was_there_before(hooked: str) -> None:
+    weight = nn.Parameter(torch.randn(HIDDEN, HIDDEN, dtype=torch.bfloat16))
+    middle = weight.view(-1)
+    part = middle.view(HIDDEN, HIDDEN)
+    _halved(part if hooked == "part" else middle)
+    x = torch.randn(2, 9, HIDDEN, dtype=torch.bfloat16)
+    (wanted,) = torch.autograd.grad(F.linear(x, part).square().sum(), weight)
+    (got,) = torch.autograd.grad(tiled_call(lambda rows: F.linear(rows, part), x, [weight], 4).square().sum(), weight)
+    assert (got - wanted).abs().max() <= 1e-2 * wanted.abs().max()
+
+
+def test_under_autocast_weights_still_get_gradients_from_what_follows() -> None:
+    block = Odd(lambda m, x: F.linear(x, m.weight))
+    x = torch.randn(2, 9, HIDDEN)
+    with torch.autocast("cpu", torch.bfloat16):
+        tiled_call(block, x, block, 4)
+        block(x).sum().backward()
+    assert block.weight.grad is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

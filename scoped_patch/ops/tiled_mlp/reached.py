@@ -53,6 +53,8 @@ class Reached:
                     f"parameters: the tensor of shape {tuple(tensor.shape)} has a hook on its gradient, which would be given "
                     "each tile's share of it; pass the module that holds it in place of a list"
                 )
+        if self._state is None:
+            _refuse_one_of_another([tensor for tensor in self._everything if tensor.requires_grad])
         self._frozen: list[tuple[Tensor, int]] = []
         self._positions = [index for index, tensor in enumerate(self._everything) if tensor.requires_grad]
         self.tensors = [self._everything[index] for index in self._positions]
@@ -66,7 +68,8 @@ class Reached:
     def put_back(self) -> Iterator[None]:
         """Of a module: its tensors, training flags and plain attributes as in the forward, for the length of the block.
 
-        A tensor with hooks on its gradient makes way for one without: they are for the sum, not for each tile's share.
+        A tensor with hooks on its gradient makes way for one without: they are for the sum, not for each tile's share. So
+        does one that was computed from others, which are given their share of its gradient when that is whole.
         """
         with put_back(self._state):
             yield
@@ -141,12 +144,12 @@ class _State:
             else:
                 continue  # the child is built otherwise now: `now()` says so
             storage[name] = tensor
-        without_hooks: dict[int, Tensor] = {}
+        leaves: dict[int, Tensor] = {}
         for child, _, name, _ in self._places:
             for storage in _storages(child):
                 now = storage.get(name, _GONE)
-                if isinstance(now, Tensor) and now._backward_hooks and now.requires_grad:
-                    bare = without_hooks.setdefault(id(now), _without_hooks(now))
+                if isinstance(now, Tensor) and now.requires_grad and (now._backward_hooks or now.grad_fn is not None):
+                    bare = leaves.setdefault(id(now), _as_leaf(now))
                     undo.append(lambda storage=storage, name=name, now=now: storage.__setitem__(name, now))  # type: ignore[misc]
                     storage[name] = bare
         for child, training in self._flags:
@@ -202,7 +205,7 @@ def _storages(module: nn.Module) -> tuple[dict[str, Any], ...]:
     return (module._parameters, module.__dict__, module._buffers)
 
 
-def _without_hooks(tensor: Tensor) -> Tensor:
+def _as_leaf(tensor: Tensor) -> Tensor:
     bare = tensor.detach()
     return nn.Parameter(bare) if isinstance(tensor, nn.Parameter) else bare.requires_grad_()
 
@@ -238,6 +241,27 @@ def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
             raise TypeError(f"parameters: got a {type(tensor).__name__} among them, wanted tensors")
         found.setdefault(id(tensor), tensor)
     return list(found.values())
+
+
+def _refuse_one_of_another(listed: Sequence[Tensor]) -> None:
+    """A gradient of the one would go on to the other in each tile, and once more when it is handed to autograd."""
+    for tensor in listed:
+        if tensor.grad_fn is None:
+            continue
+        ends = {id(other) for other in listed if other.grad_fn is None}
+        nodes = {other.grad_fn for other in listed if other.grad_fn is not None and other.grad_fn is not tensor.grad_fn}
+        stack, seen = [tensor.grad_fn], set[Any]()
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node in nodes or (type(node).__name__ == "AccumulateGrad" and id(node.variable) in ends):  # type: ignore[attr-defined]
+                raise ValueError(
+                    f"parameters: the tensor of shape {tuple(tensor.shape)} was computed from another one that is listed, "
+                    "which would be given its gradient twice; list one of the two, or pass the module that holds them"
+                )
+            stack.extend(following for following, _ in node.next_functions if following is not None)
 
 
 def check_all_listed(results: Sequence[Tensor], listed: Iterable[Tensor]) -> None:
