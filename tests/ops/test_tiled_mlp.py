@@ -280,6 +280,35 @@ def test_an_activation_with_parameters(layout: str, dtype: torch.dtype) -> None:
         assert relative(ours, theirs) < tolerance
 
 
+class Swish(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = torch.nn.Parameter(torch.tensor(0.7))
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.beta * x) * self.scale
+
+
+def test_an_activation_that_is_changed_before_the_backward() -> None:
+    """Its weights must not be; its numbers were those of the forward."""
+    swish, tensors = Swish(), make()
+    arguments = {"activation": swish, "activation_parameters": [swish.beta], "tiles": 4}
+    wanted = plain(tensors, swish)
+    got = tiled_mlp(*tensors, **arguments)
+    dy = torch.randn_like(wanted)
+    wanted_gradients = gradients(wanted, [*tensors, swish.beta], dy)
+    swish.scale = 3.0
+    for ours, theirs in zip(gradients(got, [*tensors, swish.beta], dy), wanted_gradients, strict=True):
+        assert relative(ours, theirs) < 1e-5
+    assert swish.scale == 3.0
+    got = tiled_mlp(*tensors, **arguments)
+    with torch.no_grad():
+        swish.beta.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        got.sum().backward()
+
+
 def test_without_gradients_nothing_is_kept() -> None:
     tensors = make()
     wanted = plain(tensors, F.silu)

@@ -517,6 +517,9 @@ ODD = {
     "a hook on a view": lambda m, x: F.linear(x, _halved(m.weight.view(-1)).view(HIDDEN, HIDDEN)),
     "a hook on a view, after its use": _hooked_late,
     "a hook on a node": _hooked_node,
+    "a checkpoint": lambda m, x: checkpoint(lambda y: F.linear(y, m.weight, m.bias).sin(), x, use_reentrant=False),
+    "a bias that is computed": lambda m, x: F.linear(x, m.weight, m.bias * 2),
+    "a weight that is computed": lambda m, x: F.linear(x, m.weight * 2, m.bias),
     "keywords": lambda m, x: torch.mm(_rows(x), mat2=m.weight.t()).view_as(x),
     "a bias for all": lambda m, x: F.linear(x, m.weight, m.shift) + torch.addmm(m.shift, _rows(x), m.weight).view_as(x),
     "vmap": lambda m, x: torch.vmap(lambda row: F.linear(row, m.weight))(_rows(x)[:, None]).view_as(x),
@@ -553,6 +556,54 @@ def test_what_a_block_does_with_gradients(case: str, dtype: torch.dtype, autocas
         assert error <= 2 * allowed + rounding * right.abs().max()
 
 
+#: what a block may hold besides its weight, made before the call and without the block's knowing of it
+HELD = {
+    "a view": lambda weight: weight.view(-1).view(HIDDEN, HIDDEN),
+    "a view behind a hook": lambda weight: _halved(weight.view(-1)).view(HIDDEN, HIDDEN),
+    "computed": lambda weight: weight.sin() * 2,
+}
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("what", HELD)
+def test_a_tensor_made_of_another_one_before_the_call(what: str, dtype: torch.dtype, both: bool) -> None:
+    """The gradient of the one is part of the other's, once."""
+    block = Odd(lambda m, x: F.linear(x, m.part) + (x @ m.weight if both else 0)).to(dtype)
+    x = torch.randn(2, 9, HIDDEN, dtype=dtype)
+    found = []
+    for tiles in (1, 4):
+        block.part = HELD[what](block.weight)
+        (tiled_call(block, x, block, tiles) if tiles > 1 else block(x)).square().sum().backward()
+        found.append(block.weight.grad.double().clone())
+        block.zero_grad()
+    assert (found[1] - found[0]).abs().max() <= (1e-5 if dtype == torch.float32 else 1e-2) * found[0].abs().max()
+    listed = [block.weight, HELD[what](block.weight)]
+    with pytest.raises(ValueError, match="was computed from another one that is listed"):
+        tiled_call(block, x, listed, 4)
+
+
+@pytest.mark.parametrize("hooked", ["part", "middle"])
+def test_a_hook_between_a_listed_weight_and_a_view_that_was_there_before(hooked: str) -> None:
+    weight = nn.Parameter(torch.randn(HIDDEN, HIDDEN, dtype=torch.bfloat16))
+    middle = weight.view(-1)
+    part = middle.view(HIDDEN, HIDDEN)
+    _halved(part if hooked == "part" else middle)
+    x = torch.randn(2, 9, HIDDEN, dtype=torch.bfloat16)
+    (wanted,) = torch.autograd.grad(F.linear(x, part).square().sum(), weight)
+    (got,) = torch.autograd.grad(tiled_call(lambda rows: F.linear(rows, part), x, [weight], 4).square().sum(), weight)
+    assert (got - wanted).abs().max() <= 1e-2 * wanted.abs().max()
+
+
+def test_under_autocast_weights_still_get_gradients_from_what_follows() -> None:
+    block = Odd(lambda m, x: F.linear(x, m.weight))
+    x = torch.randn(2, 9, HIDDEN)
+    with torch.autocast("cpu", torch.bfloat16):
+        tiled_call(block, x, block, 4)
+        block(x).sum().backward()
+    assert block.weight.grad is not None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_part_that_was_compiled_whole(dtype: torch.dtype) -> None:
     compiled = []
@@ -571,3 +622,92 @@ def test_a_part_that_was_compiled_whole(dtype: torch.dtype) -> None:
         run(block, x, 4).sum().backward()
         assert_same(collect(block, x), theirs, tolerance=1e-6 if dtype == torch.float32 else 1e-2)
     assert 0 < len(compiled) <= 4  # with a graph and without, full tiles and a smaller one; never again
+
+
+class Chosen(nn.Module):
+    """Computes with one of two weights, by a plain attribute or by the sign of each token's first number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.active: list[str] = ["first"]
+        self.scales = {"first": 1.0, "second": 0.5}
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x
+        for name in self.active:
+            out = out + torch.tanh(getattr(self, name)(x)) * self.scales[name]
+        return out
+
+
+def _switch(block: Chosen) -> None:
+    block.active = ["second"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_switch, lambda block: block.active.append("second"), lambda block: block.scales.update(first=3.0)],
+    ids=["another", "one more", "scale"],
+)
+def test_plain_attributes_are_those_of_the_forward(change: Any) -> None:
+    def gradients(tiles: int | None) -> dict[str, Tensor | None]:
+        x = torch.ones(2, 9, HIDDEN).cumsum(1).div_(9).requires_grad_()
+        block.active, block.scales = ["first"], {"first": 1.0, "second": 0.5}
+        out = block(x) if tiles is None else tiled_call(block, x, block, tiles)
+        change(block)
+        seen = (block.active, block.scales, list(block.active), dict(block.scales))
+        out.square().sum().backward()
+        assert (block.active, block.scales) == seen[2:]
+        assert block.active is seen[0]
+        assert block.scales is seen[1]
+        return collect(block, x)
+
+    block = Chosen()
+    assert_same(gradients(4), gradients(None))
+
+
+def test_an_unlisted_tensor_is_an_error_also_where_only_later_tokens_meet_it() -> None:
+    block, other = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+    x = torch.cat([torch.ones(4, HIDDEN), -torch.ones(4, HIDDEN)])
+
+    def function(rows: Tensor) -> Tensor:
+        return block(rows) if bool((rows > 0).all()) else other(block(rows))
+
+    with pytest.raises(RuntimeError, match="needs a gradient and is not among `parameters`"):
+        tiled_call(function, x, list(block.parameters()), 4).sum().backward()
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_function_that_changes_its_input_is_refused(contiguous: bool, gradients: bool) -> None:
+    """A recomputation would change it once more, and what is not contiguous is cut into copies that the caller never sees."""
+    block = nn.Linear(HIDDEN, HIDDEN)
+    x = torch.randn(2, 8, HIDDEN)
+    with torch.set_grad_enabled(gradients), pytest.raises(RuntimeError, match=r"changes its input of shape \(1, 4, 16\)"):
+        tiled_call(lambda rows: block(rows.mul_(0.5)), x if contiguous else x.transpose(0, 1), block, 4)
+
+
+def test_a_frozen_weight_may_be_written_to_in_a_forward_and_not_after_it() -> None:
+    class Normalised(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.div_(self.weight.norm())
+            return super().forward(x)
+
+    block = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Normalised(HIDDEN, HIDDEN))
+    block[1].weight.requires_grad_(False)
+    x = torch.randn(2, 9, HIDDEN)
+    tiled_call(block, x, block, 4).sum().backward()
+    out = tiled_call(block, x, block, 4)
+    with torch.no_grad():
+        block[1].weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"shape \(16, 16\) was modified in place"):
+        out.sum().backward()
+
+
+def test_bfloat16_gradients_of_what_is_no_product_are_summed_in_float32() -> None:
+    """The sum stands still at 256 in bfloat16: 257 is no number of it."""
+    scale = nn.Parameter(torch.ones(HIDDEN, dtype=torch.bfloat16))
+    x = torch.ones(512, HIDDEN, dtype=torch.bfloat16)
+    tiled_call(lambda rows: rows * scale, x, [scale], 512).sum().backward()
+    assert torch.equal(scale.grad, torch.full_like(scale, 512))

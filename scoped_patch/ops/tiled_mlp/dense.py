@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from scoped_patch.ops.tiled_mlp.activations import Activation, act, act_backward, check_activation
+from scoped_patch.ops.tiled_mlp.reached import PlainAttributes, put_back
 from scoped_patch.ops.tiled_mlp.tiles import (
     AutocastState,
     accumulation_dtype,
@@ -32,6 +34,7 @@ class _Settings(NamedTuple):
     fused: bool
     tiles: int
     dtype: torch.dtype
+    attributes: PlainAttributes | None
 
 
 class _Weights(NamedTuple):
@@ -91,9 +94,12 @@ def tiled_mlp(
     tensors = _Weights(gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
     fused = _check_shapes(hidden_states, tensors)
     dtype = _compute_dtype(hidden_states, tensors)
+    # In a compiled graph they are constants.
+    has_attributes = isinstance(activation, nn.Module) and not torch.compiler.is_compiling()
+    attributes = PlainAttributes(activation) if has_attributes else None  # type: ignore[arg-type]
     if not isinstance(activation, str):
         activation = _under_autocast_of_now(activation, hidden_states)
-    settings = _Settings(activation, fused, tiles, dtype)
+    settings = _Settings(activation, fused, tiles, dtype, attributes)
     inputs = (hidden_states, *tensors, *activation_parameters)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
         return _TiledMLP.apply(settings, *inputs)  # type: ignore[no-any-return,no-untyped-call]
@@ -183,16 +189,16 @@ class _TiledMLP(torch.autograd.Function):
     def forward(ctx: Any, settings: _Settings, hidden_states: Tensor, *tensors: Any) -> Tensor:
         weights = _Weights._make(tensors[:6])
         ctx.settings = settings
-        # Not through saved tensors: `activation` computes with these very objects.
+        # `activation` computes with these very objects. They are saved too, for autograd to see if they were changed.
         ctx.activation_parameters = tensors[6:]
         ctx.down_bias_dtype = None if weights.down_bias is None else weights.down_bias.dtype
-        ctx.save_for_backward(hidden_states, *weights[:5])
+        ctx.save_for_backward(hidden_states, *weights[:5], *tensors[6:])
         return _forward(hidden_states, weights, settings)
 
     @staticmethod
     def backward(ctx: Any, d_output: Tensor) -> Any:
-        hidden_states, *saved = ctx.saved_tensors
-        with torch.no_grad(), _no_autocast(hidden_states):
+        hidden_states, *saved = ctx.saved_tensors[:6]
+        with torch.no_grad(), _no_autocast(hidden_states), put_back(ctx.settings.attributes):
             backward = _Backward(
                 hidden_states,
                 d_output,

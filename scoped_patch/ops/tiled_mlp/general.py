@@ -43,11 +43,11 @@ def tiled_call(
             and the others of size 1: of [batch, sequence, hidden] it gets [1, tokens, hidden].
         tensors: one tensor, or several that agree in the token dimensions, as [tokens, hidden] and [tokens, experts].
         parameters: the other tensors that `function` computes with and that may need a gradient: the module that holds
-            them, a function that lists them, or a list. Of a module, other tensors and training flags that are found in
-            the backward make way for those of the forward while it recomputes (`torch.func.functional_call` gives a
-            module tensors for the length of a call). A function is asked again in the backward, for wrappers that put
-            other objects for the same memory in their place in between. A tensor that turns out not to be used gets
-            no gradient, though autograd calls its hooks.
+            them, a function that lists them, or a list. Of a module, other tensors, training flags and plain attributes
+            (numbers, strings, lists of such) that are found in the backward make way for those of the forward while it
+            recomputes (`torch.func.functional_call` gives a module tensors for the length of a call). A function is asked
+            again in the backward, for wrappers that put other objects for the same memory in their place in between. A
+            tensor that turns out not to be used gets no gradient, though autograd calls its hooks.
         tiles: the largest number of tiles. Fewer are used where there are fewer tokens; sizes may be uneven.
         token_dims: how many leading dimensions are the tokens; if not given, all but the last of the first tensor.
         preserve_rng_state: replay each tile's random state in the backward, so that dropout drops the same elements.
@@ -66,9 +66,9 @@ def tiled_call(
 
     Raises:
         ValueError, TypeError: arguments or outputs that are no tensors of tokens.
-        RuntimeError: in the backward, if `function` computed with a tensor that needs a gradient and is not listed, or
-            if a listed one was replaced, or modified in place, since the forward; and in the use of a gradient of the
-            gradient (`create_graph=True`): there is no second derivative.
+        RuntimeError: if `function` changes its input in place; in the backward, if it computed with a tensor that needs a
+            gradient and is not listed, or if a listed one was replaced, or modified in place, since the forward; and in
+            the use of a gradient of the gradient (`create_graph=True`): there is no second derivative.
     """
     if torch.compiler.is_dynamo_compiling():
         from scoped_patch.ops.tiled_mlp.uncompiled import uncompiled
@@ -148,7 +148,16 @@ class _Call:
     def _forward_tile(self, inputs: Sequence[Tensor], tile: slice) -> list[Tensor]:
         if self._preserve_rng_state:
             self._rng_states.append(self._get_rng_state())
-        return self.structure.flatten(self.function(*(self.cut(part, tile) for part in inputs)), tile.stop - tile.start)
+        pieces = [self.cut(part, tile) for part in inputs]
+        versions = [_version(piece) for piece in pieces]
+        results = self.structure.flatten(self.function(*pieces), tile.stop - tile.start)
+        for piece, version in zip(pieces, versions, strict=True):
+            if _version(piece) != version:
+                raise RuntimeError(
+                    f"tiled_call: the function changes its input of shape {tuple(piece.shape)} (one tile) in place, and its "
+                    "recomputation would do so once more: change a clone in the function, or call it without tiling."
+                )
+        return results
 
     def recompute_tile(self, index: int, leaves: Sequence[Tensor], weights: WeightSums | None) -> list[Tensor]:
         """The outputs of tile `index` again, under what its forward ran under, with a graph."""
@@ -185,6 +194,7 @@ class _TiledCall(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[:count])
         outputs = tuple(call.forward(tensors[:count]))
+        call.reached.forward_is_done()
         if call.autocast.active:
             # Casts of weights made here, under no_grad, must not be found by later code that wants their gradients.
             torch.clear_autocast_cache()
@@ -249,8 +259,8 @@ def _over_tiles(
         if weights is not None:
             for result, _ in pairs:
                 result.register_hook(weights.begin_backward)  # type: ignore[no-untyped-call]
-        if index == 0:
-            check_all_listed([result for result, _ in pairs], [*leaves, *everything])
+        # Of each tile: which tensors a function computes with may depend on the tokens.
+        check_all_listed([result for result, _ in pairs], [*leaves, *everything])
         wanted_leaves = [leaf for leaf in leaves if leaf.requires_grad]
         gradients = torch.autograd.grad(
             [result for result, _ in pairs],
@@ -267,6 +277,10 @@ def _over_tiles(
             for position, gradient in enumerate(gradients[len(wanted_leaves) :]):
                 sums[position] = _add(sums[position], gradient)
     return d_inputs, sums
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 def _place(whole: Tensor | None, gradient: Tensor | None, tensor: Tensor, call: _Call, tile: slice) -> Tensor | None:

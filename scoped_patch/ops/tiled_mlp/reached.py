@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 Parameters = nn.Module | Iterable[Tensor] | Callable[[], Iterable[Tensor]]
@@ -50,25 +53,26 @@ class Reached:
                     f"parameters: the tensor of shape {tuple(tensor.shape)} has a hook on its gradient, which would be given "
                     "each tile's share of it; pass the module that holds it in place of a list"
                 )
+        if self._state is None:
+            _refuse_one_of_another([tensor for tensor in self._everything if tensor.requires_grad])
+        self._frozen: list[tuple[Tensor, int]] = []
         self._positions = [index for index, tensor in enumerate(self._everything) if tensor.requires_grad]
         self.tensors = [self._everything[index] for index in self._positions]
 
+    def forward_is_done(self) -> None:
+        """Called when the forward has run: frozen parameters may be written to in a forward, and not after it."""
+        frozen = [tensor for tensor in self._everything if isinstance(tensor, nn.Parameter) and not tensor.requires_grad]
+        self._frozen = [(tensor, tensor._version) for tensor in frozen if not (tensor.is_inference() or tensor._is_view())]
+
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Of a module: its tensors and training flags as in the forward, for the length of the block.
+        """Of a module: its tensors, training flags and plain attributes as in the forward, for the length of the block.
 
-        A tensor with hooks on its gradient makes way for one without: they are for the sum, not for each tile's share.
+        A tensor with hooks on its gradient makes way for one without: they are for the sum, not for each tile's share. So
+        does one that was computed from others, which are given their share of its gradient when that is whole.
         """
-        if self._state is None:
+        with put_back(self._state):
             yield
-            return
-        changes: list[Callable[[], object]] = []
-        try:
-            self._state.put_back(changes)
-            yield
-        finally:
-            for undo in reversed(changes):
-                undo()
 
     def now(self) -> tuple[list[Tensor], list[Tensor]]:
         """For a recomputation: those of `tensors`, or what a wrapper has put in their place; and all reached tensors.
@@ -83,12 +87,13 @@ class Reached:
                 f"{len(current)} in the backward. Something changed it in between (an adapter that was added, "
                 "merged or removed, say): run the backward in the state of the forward."
             )
-        for before, after, version in zip(self._everything, current, self._versions, strict=True):
+        for before, version in (*zip(self._everything, self._versions, strict=True), *self._frozen):
             if version is not None and before._version != version:
                 raise RuntimeError(
                     f"tiled_call: a parameter of shape {tuple(before.shape)} was modified in place between the "
-                    "forward and the backward (an optimizer step?), so its gradient can't be recomputed."
+                    "forward and the backward (an optimizer step?), so gradients can't be recomputed with it."
                 )
+        for before, after in zip(self._everything, current, strict=True):
             if before is not after and not _is_same_memory(before, after):
                 raise RuntimeError(
                     f"tiled_call: a parameter of shape {tuple(before.shape)} was replaced by another between the "
@@ -97,8 +102,21 @@ class Reached:
         return [current[index] for index in self._positions], current
 
 
+@contextlib.contextmanager
+def put_back(state: _State | PlainAttributes | None) -> Iterator[None]:
+    """What a module was like, for the length of the block."""
+    changes: list[Callable[[], object]] = []
+    try:
+        if state is not None:
+            state.put_back(changes)
+        yield
+    finally:
+        for undo in reversed(changes):
+            undo()
+
+
 class _State:
-    """The tensors and training flags of a module and its children."""
+    """The tensors, training flags and plain attributes of a module and its children."""
 
     def __init__(self, module: nn.Module) -> None:
         self._flags = [(child, child.training) for child in module.modules()]
@@ -109,6 +127,7 @@ class _State:
             for name, tensor in storage.items()
             if isinstance(tensor, Tensor)
         ]
+        self._attributes = PlainAttributes(module)
 
     def put_back(self, undo: list[Callable[[], object]]) -> None:
         """Put back what differs, noting how to undo each step before it. As `torch.func.functional_call` does it."""
@@ -125,25 +144,68 @@ class _State:
             else:
                 continue  # the child is built otherwise now: `now()` says so
             storage[name] = tensor
-        without_hooks: dict[int, Tensor] = {}
+        leaves: dict[int, Tensor] = {}
         for child, _, name, _ in self._places:
             for storage in _storages(child):
                 now = storage.get(name, _GONE)
-                if isinstance(now, Tensor) and now._backward_hooks and now.requires_grad:
-                    bare = without_hooks.setdefault(id(now), _without_hooks(now))
+                if isinstance(now, Tensor) and now.requires_grad and (now._backward_hooks or now.grad_fn is not None):
+                    bare = leaves.setdefault(id(now), _as_leaf(now))
                     undo.append(lambda storage=storage, name=name, now=now: storage.__setitem__(name, now))  # type: ignore[misc]
                     storage[name] = bare
         for child, training in self._flags:
             if child.training is not training:
                 undo.append(lambda child=child, flag=child.training: child.__dict__.__setitem__("training", flag))  # type: ignore[misc]
                 child.__dict__["training"] = training
+        self._attributes.put_back(undo)
+
+
+class PlainAttributes:
+    """What the forwards of a module and its children may read besides tensors: numbers, strings, and lists of such.
+
+    An adapter keeps in them which of its weights are in use, and how strongly.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._values = [
+            (child.__dict__, name, copy.copy(value))
+            for child in module.modules()
+            for name, value in child.__dict__.items()
+            if name not in _OF_EVERY_MODULE and _is_plain(value)
+        ]
+
+    def put_back(self, undo: list[Callable[[], object]]) -> None:
+        """Put back what differs, noting how to undo each step before it."""
+        for attributes, name, value in self._values:
+            now = attributes.get(name, _GONE)
+            if now is value or (type(now) is type(value) and now == value):
+                continue
+            if now is not _GONE and not _is_plain(now):
+                continue  # filled in meanwhile: a cache, say
+            undo.append(
+                functools.partial(attributes.pop, name, None)
+                if now is _GONE
+                else functools.partial(attributes.__setitem__, name, now)
+            )
+            attributes[name] = copy.copy(value)
+
+
+_SIMPLE = (bool, int, float, str, type(None), torch.dtype)
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple, set):
+        return all(type(item) in _SIMPLE for item in value)
+    if type(value) is dict:
+        return all(type(item) in _SIMPLE for item in value.values())
+    return type(value) in _SIMPLE
 
 
 def _storages(module: nn.Module) -> tuple[dict[str, Any], ...]:
     return (module._parameters, module.__dict__, module._buffers)
 
 
-def _without_hooks(tensor: Tensor) -> Tensor:
+def _as_leaf(tensor: Tensor) -> Tensor:
     bare = tensor.detach()
     return nn.Parameter(bare) if isinstance(tensor, nn.Parameter) else bare.requires_grad_()
 
@@ -152,7 +214,7 @@ def _version(tensor: Tensor) -> int | None:
     """What tells a change in place, or None for tensors that others may rightly write to.
 
     Those are the views that the first FSDP gathers anew for the backward, and what is frozen: forwards write to buffers
-    themselves, and adapters to the weights that they stand on.
+    themselves, and adapters to the weights that they stand on. Of the latter, see `Reached.forward_is_done`.
     """
     return None if tensor.is_inference() or not tensor.requires_grad or tensor._is_view() else tensor._version
 
@@ -179,6 +241,27 @@ def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
             raise TypeError(f"parameters: got a {type(tensor).__name__} among them, wanted tensors")
         found.setdefault(id(tensor), tensor)
     return list(found.values())
+
+
+def _refuse_one_of_another(listed: Sequence[Tensor]) -> None:
+    """A gradient of the one would go on to the other in each tile, and once more when it is handed to autograd."""
+    for tensor in listed:
+        if tensor.grad_fn is None:
+            continue
+        ends = {id(other) for other in listed if other.grad_fn is None}
+        nodes = {other.grad_fn for other in listed if other.grad_fn is not None and other.grad_fn is not tensor.grad_fn}
+        stack, seen = [tensor.grad_fn], set[Any]()
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node in nodes or (type(node).__name__ == "AccumulateGrad" and id(node.variable) in ends):  # type: ignore[attr-defined]
+                raise ValueError(
+                    f"parameters: the tensor of shape {tuple(tensor.shape)} was computed from another one that is listed, "
+                    "which would be given its gradient twice; list one of the two, or pass the module that holds them"
+                )
+            stack.extend(following for following, _ in node.next_functions if following is not None)
 
 
 def check_all_listed(results: Sequence[Tensor], listed: Iterable[Tensor]) -> None:
