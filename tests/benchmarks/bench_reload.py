@@ -5,18 +5,23 @@
     python tests/benchmarks/bench_reload.py --cuda          # GPU: an in-process engine of Qwen3-8B's shape, W4A16
     python tests/benchmarks/bench_reload.py --cuda --graphs --layers 8
 
-In layer order and shuffled; `atomic="model"` and `"layer"`. Every number is the best of several reloads. Memory is the peak
-above what was there before, as a share of the bytes of the update (resident size on CPU, the allocator's peak on CUDA).
-On CPU the ratio is one of processor time, which other load on the machine does not change.
+In layer order and shuffled; `atomic="model"` and `"layer"`. The ways take turns, so that other load on the machine falls on all
+of them; a ratio is the median over the turns of (this way / vLLM's own in the same turn), of processor time on CPU. Memory is
+the most that tensors took above what was there before, as a share of the bytes of the update: counted by torch's allocator, and
+on CPU also as resident size, which includes what the C library holds back. "copies" is what moving the bytes alone takes: to
+fresh memory and then to the live one, tensor by tensor (what any reload that processes a copy must do), and all of them to
+fresh memory first (what any that commits everything together must).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import itertools
 import json
 import os
+import statistics
 import sys
 import tempfile
 import threading
@@ -34,18 +39,10 @@ import torch
 from scoped_patch.vllm import reload_weights
 
 
-class Peak:
-    """Peak memory above the start, in bytes."""
+class Resident:
+    """The peak of the process's resident size above the start, in bytes."""
 
-    def __init__(self, cuda: bool) -> None:
-        self.cuda = cuda
-
-    def __enter__(self) -> Peak:
-        if self.cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self.start = torch.cuda.memory_allocated()
-            return self
+    def __enter__(self) -> Resident:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         self.start = self.peak = resident()
         self._stop = threading.Event()
@@ -58,10 +55,6 @@ class Peak:
             self.peak = max(self.peak, resident())
 
     def __exit__(self, *exc: object) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-            self.bytes = torch.cuda.max_memory_allocated() - self.start
-            return
         self._stop.set()
         self._thread.join()
         self.bytes = max(self.peak, resident()) - self.start
@@ -72,10 +65,27 @@ def resident() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def native(model: torch.nn.Module, config: Any, items: Any, device: str) -> None:
+def tracked(run: Callable[[], None], cuda: bool) -> int:
+    """The most bytes that tensors made by `run` took at any one time."""
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - start
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(itertools.accumulate(n for _, n in changes))
+
+
+def native(model: torch.nn.Module, config: Any, items: Any, cuda: bool) -> None:
+    """As vLLM's own workers do it: the device as default on a GPU (its weight-transfer engines), none on CPU."""
     from vllm.model_executor.model_loader import reload
 
-    with torch.device(device):
+    with torch.device("cuda") if cuda else contextlib.nullcontext():
         reload.initialize_layerwise_reload(model)
         model.load_weights(iter(items))
         finish = getattr(reload, "finalize_layerwise_reload", None) or reload.finalize_layerwise_processing
@@ -87,18 +97,22 @@ def ours(target: Any, items: Any, atomic: Any) -> None:
         update.load(items)
 
 
-def measure(run: Callable[[], None], cuda: bool, times: int, size: int) -> tuple[float, float]:
+def timed(run: Callable[[], None], cuda: bool) -> float:
     clock = time.perf_counter if cuda else time.process_time
-    seconds, peaks = [], []
-    for _ in range(times):
-        with Peak(cuda) as peak:
-            start = clock()
-            run()
-            if cuda:
-                torch.cuda.synchronize()
-            seconds.append(clock() - start)
-        peaks.append(peak.bytes / size)
-    return min(seconds), min(peaks)
+    start = clock()
+    run()
+    if cuda:
+        torch.cuda.synchronize()
+    return clock() - start
+
+
+def copies(items: list[tuple[str, torch.Tensor]], live: list[torch.Tensor], together: bool) -> None:
+    """Staging and commit with nothing around them."""
+    if together:
+        torch._foreach_copy_(live, [t.clone() for _, t in items])
+        return
+    for (_, tensor), to in zip(items, live, strict=True):
+        to.copy_(tensor.clone())
 
 
 def setup(args: argparse.Namespace, root: Path) -> Iterator[tuple[Any, torch.nn.Module, Any, list[checkpoints.State]]]:
@@ -162,16 +176,19 @@ def random_state(cfg: dict[str, Any], seed: int, cuda: bool) -> checkpoints.Stat
     return out
 
 
-def ways(target: Any, model: torch.nn.Module, config: Any, lists: list[Any], device: str) -> dict[str, Callable[[], None]]:
+def ways(target: Any, model: torch.nn.Module, config: Any, lists: list[Any], cuda: bool) -> dict[str, Callable[[], None]]:
     turn = itertools.count()  # the two states alternate, so that every reload changes every weight
+    live = [torch.empty_like(t) for _, t in lists[0]]
 
     def items() -> Any:
         return lists[next(turn) % 2]
 
     return {
-        "vLLM layerwise": lambda: native(model, config, items(), device),
+        "vLLM layerwise": lambda: native(model, config, items(), cuda),
         'atomic="model"': lambda: ours(target, items(), "model"),
         'atomic="layer"': lambda: ours(target, items(), "layer"),
+        "copies": lambda: copies(items(), live, False),
+        "copies together": lambda: copies(items(), live, True),
     }
 
 
@@ -181,7 +198,7 @@ def main() -> None:
     options.add_argument("--graphs", action="store_true")
     options.add_argument("--layers", type=int)
     options.add_argument("--hidden", type=int, default=2048, help="width of the CPU model")
-    options.add_argument("--times", type=int, default=4)
+    options.add_argument("--times", type=int, default=15)
     options.add_argument("--json", type=Path)
     args = options.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
@@ -207,18 +224,28 @@ def run(
     if order == "shuffled":
         at = torch.randperm(len(lists[0]), generator=torch.Generator().manual_seed(0)).tolist()
         lists = [[items[i] for i in at] for items in lists]
-    found = ways(target, model, config, lists, "cuda" if args.cuda else "cpu")
+    found = ways(target, model, config, lists, args.cuda)
     for way in found.values():
         way()  # warm up
-    base = None
+    seconds: dict[str, list[float]] = {name: [] for name in found}
+    for at in range(args.times):
+        names = list(found)
+        for name in names[at % len(names) :] + names[: at % len(names)]:
+            seconds[name].append(timed(found[name], args.cuda))
     for name, way in found.items():
-        seconds, peak = measure(way, args.cuda, args.times, size)
-        base = base or seconds
-        print(
-            f"{order:12} {name:16} {seconds:8.3f} s  x{seconds / base:5.2f}  peak {peak:6.1%} of {size / 1e6:.0f} MB",
-            flush=True,
-        )
-        yield dict(order=order, way=name, seconds=seconds, ratio=seconds / base, peak=peak, mb=size / 1e6)
+        ratio = statistics.median(a / b for a, b in zip(seconds[name], seconds["vLLM layerwise"], strict=True))
+        row = dict(order=order, way=name, seconds=statistics.median(seconds[name]), best=min(seconds[name]), ratio=ratio)
+        text = f"{order:12} {name:16} {row['seconds']:8.3f} s (best {row['best']:.3f})  x{ratio:5.2f}"
+        if not name.startswith("copies"):
+            row["peak"] = min(tracked(way, args.cuda) for _ in range(2)) / size
+            text += f"  peak {row['peak']:6.1%} of {size / 1e6:.0f} MB"
+            if not args.cuda:
+                with Resident() as memory:
+                    way()
+                row["resident"] = memory.bytes / size
+                text += f", resident {row['resident']:6.1%}"
+        print(text, flush=True)
+        yield row | dict(mb=size / 1e6)
 
 
 def check(llm: Any, states: list[checkpoints.State]) -> None:
