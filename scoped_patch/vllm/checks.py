@@ -57,7 +57,8 @@ def _all_good(values: torch.Tensor, divisor: bool) -> bool:
     if values.numel() <= 16:
         return all(math.isfinite(v) and not (divisor and v == 0) for v in values.reshape(-1).tolist())
     if values.dtype == torch.float8_e4m3fn:  # has no infinities, and one NaN of either sign
-        return int((values.view(torch.uint8) & 0x7F).max()) != 0x7F
+        low, high = (int(v) for v in values.view(torch.int8).aminmax())  # in one pass, with no memory of its own
+        return high != 0x7F and (low >= 0 or int((values.view(torch.uint8) & 0x7F).max()) != 0x7F)
     return bool(values.isfinite().all()) and not (divisor and bool((values == 0).any()))
 
 

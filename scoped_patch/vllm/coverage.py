@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
 
 Box = tuple[tuple[int, int], ...]  # per dimension [start, stop)
@@ -93,6 +94,7 @@ class Coverage:
     shape: tuple[int, ...]
     boxes: set[Box] = field(default_factory=set)
     written: int = 0  # with overlaps counted twice: only an upper bound, so that most checks cost nothing
+    _complete: bool = False  # what is whole stays so
 
     def add(self, box: Box) -> None:
         if box not in self.boxes and all(start < stop for start, stop in box):
@@ -100,9 +102,10 @@ class Coverage:
             self.written += volume(box)
 
     def complete(self) -> bool:
-        if 0 in self.shape or whole(self.shape) in self.boxes:
-            return True
-        return self.written >= volume(whole(self.shape)) and not self.missing()
+        if not self._complete:
+            size = math.prod(self.shape)
+            self._complete = not size or (self.written >= size and (whole(self.shape) in self.boxes or not self.missing()))
+        return self._complete
 
     def missing(self) -> list[Box]:
         """The unwritten part as disjoint boxes, merged along the first dimension; empty when all is written."""

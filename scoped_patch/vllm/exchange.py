@@ -37,13 +37,10 @@ class Exchange:
         scalars: Iterable[tuple[Any, Any, Any, Any]] = (),
     ) -> None:
         self.scalars = list(scalars)
-        self.pairs = _byte_pairs(list(pairs))
-        self._chunks = [
-            (live[start : start + CHUNK], staged[start : start + CHUNK])
-            for live, staged in self.pairs
-            for start in range(0, live.numel(), CHUNK)
-        ]
-        self._swapped = [False] * len(self._chunks)
+        with torch._C.DisableTorchFunctionSubclass():
+            self.pairs = _byte_pairs(list(pairs))
+        self._chunks: list[tuple[torch.Tensor, torch.Tensor]] = []  # for `swap`
+        self._swapped: list[bool] = []
         # The chunk being swapped, which way, what its live side held before, and whether that side is done.
         self._journal: tuple[int, bool, torch.Tensor, bool] | None = None
         self._done: list[object] = []
@@ -83,6 +80,12 @@ class Exchange:
 
     def swap(self) -> None:
         """Put the staged content live. If that is interrupted or fails, everything is back as it was."""
+        self._chunks = [
+            (live[start : start + CHUNK], staged[start : start + CHUNK])
+            for live, staged in self.pairs
+            for start in range(0, live.numel(), CHUNK)
+        ]
+        self._swapped = [False] * len(self._chunks)
         try:
             self._move(True)
         except BaseException:

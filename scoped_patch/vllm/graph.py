@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import types
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,97 +44,109 @@ class Reached:
 def reach(layer: torch.nn.Module, tree: Container[int]) -> Reached:
     """Walk from `layer`, not into other modules of the model (`tree` holds the ids of all of them)."""
     out = Reached()
+    tensors, scalars, roles = out.tensors, out.scalars, _roles
     seen: set[int] = {id(layer)}
-    stack: list[tuple[str, Any, Any, Any, int]] = [
-        (name, holder, key, value, 1) for name, holder, key, value in _members_of_module(layer, "")
-    ]
-    while stack:
-        path, holder, key, value, depth = stack.pop()
-        of: Any = type(value)
-        kind = _role(of)
-        if kind == "leaf":
-            continue
-        if kind == "tensor":
-            out.tensors[path] = value
-            continue
-        if kind == "scalar":
-            out.scalars[path] = (holder, key, value)
-            continue
-        if id(value) in seen or id(value) in tree or depth > MAX_DEPTH:
-            continue
-        seen.add(id(value))
-        if kind == "opaque":
-            out.opaque.append(path)
-            continue
-        stack += [(*member, depth + 1) for member in _members(value, path)]
-    return out
+    stack: list[tuple[str, Any, int]] = []
+    groups, depth = _members_of_module(layer, ""), 1
+    while True:
+        for holder, before, after, items in groups:
+            for key, value in items:
+                kind = roles.get(type(value)) or _role(type(value))
+                if kind == "leaf":
+                    continue
+                path = f"{before}{key!r}]" if after == "]" else f"{before}{key}{after}"
+                if kind == "tensor":
+                    tensors[path] = value
+                elif kind == "scalar":
+                    scalars[path] = (holder, key, value)
+                elif id(value) in seen or id(value) in tree or depth > MAX_DEPTH:
+                    continue
+                else:
+                    seen.add(id(value))
+                    if kind == "opaque":
+                        out.opaque.append(path)
+                    else:
+                        stack.append((path, value, depth))
+        if not stack:
+            return out
+        path, value, depth = stack.pop()
+        groups, depth = _members(value, path), depth + 1
 
 
-@functools.cache
+_roles: dict[Any, str] = {}
+# Members that are reached alike: who holds them, what their paths begin and end with, and (key, member).
+_Group = tuple[Any, str, str, Iterable[tuple[Any, Any]]]
+
+
 def _role(kind: Any) -> str:
     """What a walk does with values of this type; asked for thousands of values of few types."""
+    found = "opaque" if issubclass(kind, torch.ScriptObject) else "inner"
     for role, of in (("tensor", torch.Tensor), ("leaf", enum.Enum), ("scalar", _SCALARS), ("leaf", _LEAVES)):
         if issubclass(kind, of):
-            return role
-    return "opaque" if issubclass(kind, torch.ScriptObject) else "inner"
+            found = role
+            break
+    _roles[kind] = found
+    return found
 
 
-def _members(value: Any, path: str) -> Iterator[tuple[str, Any, Any, Any]]:
+def _members(value: Any, path: str) -> list[_Group]:
     if isinstance(value, torch.nn.Module):
-        yield from _members_of_module(value, path)
-    elif isinstance(value, dict):
-        for k, v in value.items():
-            yield f"{path}[{k!r}]", value, k, v
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for i, v in enumerate(value):
-            yield f"{path}[{i}]", value if isinstance(value, list) else None, i, v
-    elif isinstance(value, types.FunctionType):
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            try:
-                yield f"{path}<{name}>", None, None, cell.cell_contents
-            except ValueError:  # a cell that was never filled
-                continue
-    elif isinstance(value, types.MethodType):
-        yield f"{path}.__self__", None, None, value.__self__
-    elif isinstance(value, functools.partial):
-        for i, v in enumerate((value.func, *value.args, *value.keywords.values())):
-            yield f"{path}({i})", None, None, v
-    elif not is_closed(value):
-        for k, v in vars(value).items() if hasattr(value, "__dict__") else ():
-            yield f"{path}.{k}", value, k, v
-        for kind in type(value).__mro__:
-            slots = kind.__dict__.get("__slots__", ())
-            for k in (slots,) if isinstance(slots, str) else slots:
-                if k not in ("__dict__", "__weakref__") and hasattr(value, k):
-                    yield f"{path}.{k}", value, k, getattr(value, k)
+        return _members_of_module(value, path)
+    if isinstance(value, dict):
+        return [(value, f"{path}[", "]", value.items())]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [(value if isinstance(value, list) else None, f"{path}[", "]", enumerate(value))]
+    if isinstance(value, types.FunctionType):
+        return [(None, f"{path}<", ">", _captured(value))]
+    if isinstance(value, types.MethodType):
+        return [(None, f"{path}.", "", (("__self__", value.__self__),))]
+    if isinstance(value, functools.partial):
+        return [(None, f"{path}(", ")", enumerate((value.func, *value.args, *value.keywords.values())))]
+    if is_closed(value):
+        return []
+    slots = [(k, getattr(value, k)) for k in _slots(type(value)) if hasattr(value, k)]  # type: ignore[arg-type]
+    return [(value, f"{path}.", "", getattr(value, "__dict__", {}).items()), (value, f"{path}.", "", slots)]
 
 
-def _members_of_module(module: torch.nn.Module, path: str) -> Iterator[tuple[str, Any, Any, Any]]:
+def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # a cell that was never filled
+            continue
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(kind: Any) -> tuple[str, ...]:
+    found = [(s,) if isinstance(s, str) else tuple(s) for s in (k.__dict__.get("__slots__", ()) for k in kind.__mro__)]
+    return tuple(k for slots in found for k in slots if k not in ("__dict__", "__weakref__"))
+
+
+def _members_of_module(module: torch.nn.Module, path: str) -> list[_Group]:
     dot = f"{path}." if path else ""
-    for table in (module._parameters, module._buffers):
-        for k, v in table.items():
-            yield f"{dot}{k}", None, None, v
-    for k, v in vars(module).items():
-        if k not in _MODULE_INTERNALS:
-            yield f"{dot}{k}", module, k, v
+    own = [(k, v) for k, v in vars(module).items() if k not in _MODULE_INTERNALS]
+    groups: list[_Group] = [(None, dot, "", module._parameters.items()), (None, dot, "", module._buffers.items())]
+    groups.append((module, dot, "", own))
     if path:  # a module that is no part of the model's tree: a kernel object, say
-        for k, child in module._modules.items():
-            yield f"{dot}{k}", None, None, child
+        groups.append((None, dot, "", module._modules.items()))
+    return groups
 
 
 def is_closed(value: Any) -> bool:
     """Configurations, process groups and the like: shared by all layers, never part of a layer's weights."""
-    module = type(value).__module__
-    if module.startswith(_CLOSED):
-        return True
-    return any(kind.__name__ == "QuantizationConfig" for kind in type(value).__mro__)
+    return is_closed_kind(type(value))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=1024)
+def is_closed_kind(kind: Any) -> bool:
+    return kind.__module__.startswith(_CLOSED) or any(of.__name__ == "QuantizationConfig" for of in kind.__mro__)
 
 
 def holds_tensors(function: Any) -> bool:
     """Does a function capture tensors, itself or through an object in its closure?"""
     if not isinstance(function, types.FunctionType) or not function.__closure__:
         return False
-    captured = [value for _, _, _, value in _members(function, "")]
+    captured = [value for _, value in _captured(function)]
     inner = [v for c in captured if hasattr(c, "__dict__") and not isinstance(c, type) for v in vars(c).values()]
     return any(isinstance(value, torch.Tensor) for value in (*captured, *inner))
 

@@ -35,6 +35,11 @@ def processed_state(layer: ShadowLayer, tree: Container[int]) -> Processed:
         UnsupportedLayer: a live tensor was not made anew, or with another shape, dtype or stride, or either side hides
             state in compiled objects. The live layer is untouched.
     """
+    with torch._C.DisableTorchFunctionSubclass():
+        return _processed_state(layer, tree)
+
+
+def _processed_state(layer: ShadowLayer, tree: Container[int]) -> Processed:
     live, new = reach(layer.live, tree), reach(layer.shadow, tree)
     pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     absent: list[str] = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,21 +40,32 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         live: Mapping[int, str],
-        on_write: Callable[[int, torch.Tensor, bool], None] | None = None,
-        redirect: Callable[[int, torch.Tensor], torch.Tensor | None] | None = None,
+        on_write: Callable[[int, torch.Tensor, bool], None],
+        redirect: Callable[[int, torch.Tensor], torch.Tensor | None],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._live = live
         self._on_write = on_write
         self._redirect = redirect
+        self._guarding = False
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Refuse writes to live tensors, and no more: a layer is being processed."""
+        outer, self._guarding = self._guarding, True
+        try:
+            with self:
+                yield
+        finally:
+            self._guarding = outer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         places = _written.get(func)
         if places is None:
             places = _written_arguments(func)
-        kwargs = kwargs or {}
         if not places:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
         for place in places:
             target = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
             for tensor in target if isinstance(target, (list, tuple)) else (target,):
@@ -64,20 +76,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                             f"{label}: {func} would have written to this live tensor while new weights are being staged; "
                             "the update was stopped before it did"
                         )
-        if func not in _COPIES and func not in _FILLS:
+        if self._guarding or (func not in _COPIES and func not in _FILLS):
             return func(*args, **kwargs)
         target = args[0]
         key = storage_key(target)
-        if target.is_meta and self._redirect is not None:
+        if target.is_meta:
             real = self._redirect(key, target)
             if real is not None:
                 func(real.as_strided(target.shape, target.stride(), target.storage_offset()), *args[1:], **kwargs)
-                self._tell(storage_key(real), target, func in _FILLS)
+                self._on_write(storage_key(real), target, func in _FILLS)
                 return target
         out = func(*args, **kwargs)
-        self._tell(key, target, func in _FILLS)
+        self._on_write(key, target, func in _FILLS)
         return out
-
-    def _tell(self, key: int, view: torch.Tensor, fill: bool) -> None:
-        if self._on_write is not None:
-            self._on_write(key, view, fill)

@@ -16,9 +16,11 @@ import torch
 
 from ..engine.errors import UnsupportedError
 from .coverage import Box, Coverage
-from .graph import holds_tensors, is_closed, storage_key
+from .graph import holds_tensors, is_closed_kind, storage_key
 
-_ATOMS = frozenset({str, bytes, int, float, bool, type(None), torch.dtype, torch.device, types.FunctionType})
+_PLAIN = frozenset({str, bytes, int, float, bool, type(None), torch.dtype, torch.device})
+_ATOMS = _PLAIN | {types.FunctionType}
+_TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 SMALL = 1 << 20  # bytes; larger plain tensors (KV caches above all) are never copied
 
 
@@ -44,13 +46,19 @@ class Staged:
     carried: torch.Tensor | None = None
     real: torch.Tensor | None = None
 
-    @property
-    def placeholder(self) -> torch.Tensor:
-        return self.faces[0]
+    def __post_init__(self) -> None:
+        # Asked for at every write; vLLM's parameter classes answer in Python, slowly.
+        face = self.faces[0]
+        self.shape, self.stride, self.dtype = tuple(face.shape), face.stride(), face.dtype
+        self.is_floating_point, self.numel = face.is_floating_point(), face.numel()
 
     @property
     def tied(self) -> bool:
         return len(self.owners) > 1
+
+    @property
+    def processed(self) -> bool:
+        return any(layer.processed for layer, _ in self.owners)
 
     def face(self, layer: ShadowLayer, name: str) -> torch.Tensor:
         return self.faces[self.owners.index((layer, name))]
@@ -121,7 +129,7 @@ class Shadow:
         state["_non_persistent_buffers_set"] = set(live._non_persistent_buffers_set)
         rebuilt = is_method(layer.method) and not is_attention(live)
         for key, value in live.__dict__.items():
-            if key in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            if type(value) in _PLAIN or key in _TABLES:
                 continue
             if rebuilt and (isinstance(value, torch.Tensor) or holds_tensors(value)):
                 del state[key]  # derived by processing: must be made anew, never shared with the live layer
@@ -193,7 +201,7 @@ class Shadow:
             args = [self._clone(v, depth + 1) for v in value.args]
             keywords = {k: self._clone(v, depth + 1) for k, v in value.keywords.items()}
             return functools.partial(self._clone(value.func, depth + 1), *args, **keywords)
-        if not _copied(value) or depth > 40:
+        if not _copied(type(value)) or not hasattr(value, "__dict__") or depth > 40:  # type: ignore[arg-type]
             return value
         out = object.__new__(type(value))
         self._memo[id(value)] = out
@@ -203,14 +211,12 @@ class Shadow:
         return out
 
 
-def _copied(value: Any) -> bool:
-    kind = type(value)
-    if not kind.__module__.startswith(("vllm.model_executor", "vllm.v1.attention")):
-        return False
-    if isinstance(value, (type, types.FunctionType, torch.Tensor)) or is_closed(value):
+@functools.lru_cache(maxsize=1024)
+def _copied(kind: Any) -> bool:
+    if not kind.__module__.startswith(("vllm.model_executor", "vllm.v1.attention")) or is_closed_kind(kind):
         return False
     # What owns a C++ handle frees it when it dies: two owners would free it twice.
-    if hasattr(kind, "__del__") or not hasattr(value, "__dict__"):
+    if issubclass(kind, (type, torch.Tensor)) or hasattr(kind, "__del__"):
         return False
     return issubclass(kind, torch.nn.Module) or "__new__" not in vars(kind)
 
@@ -248,6 +254,8 @@ def dress(tensor: torch.Tensor, template: torch.Tensor, owner: torch.nn.Module) 
     tensor.__class__ = template.__class__
     tensor.__dict__ = dict(template.__dict__)
     for key, value in tensor.__dict__.items():
+        if type(value) in _PLAIN:
+            continue
         while getattr(value, "__name__", "") == "online_process_loader":
             # vLLM's own layerwise reload leaves its wrapper on what it recorded.
             value = tensor.__dict__[key] = value.__wrapped__
@@ -258,17 +266,26 @@ def dress(tensor: torch.Tensor, template: torch.Tensor, owner: torch.nn.Module) 
 
 
 def is_method(method: Any) -> bool:
+    return _is_method(type(method))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_method(kind: Any) -> bool:
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-    return isinstance(method, QuantizeMethodBase)
+    return issubclass(kind, QuantizeMethodBase)
 
 
 def is_attention(module: torch.nn.Module) -> bool:
     """Layers whose processing reads other layers' weights, so that vLLM processes them last."""
+    return _is_attention(type(module))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_attention(kind: Any) -> bool:
     return any(
-        kind.__name__ in ("AttentionLayerBase", "MMEncoderAttention", "Attention", "MLAAttention")
-        for kind in type(module).__mro__
-    ) and callable(getattr(module, "process_weights_after_loading", None))
+        of.__name__ in ("AttentionLayerBase", "MMEncoderAttention", "Attention", "MLAAttention") for of in kind.__mro__
+    ) and callable(getattr(kind, "process_weights_after_loading", None))
 
 
 def is_plain(method: Any) -> bool:

@@ -17,7 +17,7 @@ from .graph import reach, storage_key
 from .manifest import missing_by_layer
 from .process import Processed, processed_state
 from .recorder import Recorder
-from .shadow import Shadow, ShadowLayer, Staged, dress, is_attention, is_method
+from .shadow import Shadow, ShadowLayer, Staged, is_attention, is_method
 from .source import Source
 from .target import Site
 
@@ -39,7 +39,6 @@ class StagedModel:
         self.source = source
         self.carry = carry
         self.on_complete = on_complete
-        self.shadow = Shadow(site.model)
         self._placeholders: dict[int, Staged] = {}
         self._reals: dict[int, Staged] = {}
         self._live: dict[int, str] = {}
@@ -47,12 +46,14 @@ class StagedModel:
         self._addresses: dict[ShadowLayer, dict[str, int]] = {}
         self._released: list[ShadowLayer] = []
         self._call: list[tuple[Staged, Box, bool]] | None = None
-        for layer in self.shadow.layers:
-            found = reach(layer.live, self.shadow.tree).tensors
-            self._addresses[layer] = {path: _address(tensor) for path, tensor in found.items()}
-            for path, tensor in found.items():
-                self._live.setdefault(storage_key(tensor), f"{layer.name}.{path}")
-                self._hold.append(tensor)
+        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameter classes answer every question in Python
+            self.shadow = Shadow(site.model)
+            for layer in self.shadow.layers:
+                found = reach(layer.live, self.shadow.tree).tensors
+                self._addresses[layer] = {path: _address(tensor) for path, tensor in found.items()}
+                for path, tensor in found.items():
+                    self._live.setdefault(storage_key(tensor), f"{layer.name}.{path}")
+                    self._hold.append(tensor)
         self._recorder = Recorder(self._live, self._wrote, self._redirect)
         for staged in self.staged():
             self._install_loaders(staged)
@@ -88,26 +89,26 @@ class StagedModel:
         self, staged: Staged, at: int, loader: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         layer, attribute = staged.owners[at]
-        own = (staged.faces[at], layer.shadow._parameters.get(attribute))
-        given = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and all(a is not x for x in own)]
-        weight = given[0] if given else None
+        face, own = staged.faces[at], layer.shadow._parameters.get(attribute)
+        weight = None
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, torch.Tensor) and given is not face and given is not own:
+                weight = given
+                break
         name = self.source.name_of(weight)
         self.source.used.add(name)
-        if any(layer.processed for layer, _ in staged.owners):
-            if staged.optional or (staged.placeholder.numel() <= 8 and not staged.placeholder.is_floating_point()):
+        if staged.processed:
+            if staged.optional or (staged.numel <= 8 and not staged.is_floating_point):
                 return True  # shape notes are sent once per fused shard
             raise RejectedWeight(name, "loader", f"{name}: arrived after {staged.owners[0][0].name} was complete without it")
-        if weight is not None and weight.is_floating_point() != staged.placeholder.is_floating_point():
-            raise RejectedWeight(
-                name, "dtype", f"{name}: is {weight.dtype}, but {staged.label} holds {staged.placeholder.dtype}"
-            )
+        if weight is not None and weight.is_floating_point() != staged.is_floating_point:
+            raise RejectedWeight(name, "dtype", f"{name}: is {weight.dtype}, but {staged.label} holds {staged.dtype}")
         real = self._materialise(staged)
         view = layer.shadow._parameters[attribute]
-        swap = lambda a: view if a is staged.faces[at] else a  # noqa: E731
         before = real.clone() if staged.tied and staged.sources and name not in staged.sources else None
         self._call = []
         try:
-            out = loader(*map(swap, args), **{k: swap(v) for k, v in kwargs.items()})  # type: ignore[no-untyped-call]
+            out = loader(*(view if a is face else a for a in args), **{k: view if v is face else v for k, v in kwargs.items()})
             writes = self._call
         finally:
             self._call = None
@@ -132,8 +133,7 @@ class StagedModel:
         staged = self._reals.get(key)
         if staged is None:
             return
-        base = staged.placeholder
-        box = box_of_view(tuple(base.shape), base.stride(), tuple(view.shape), view.stride(), int(view.storage_offset()))
+        box = box_of_view(staged.shape, staged.stride, tuple(view.shape), view.stride(), view.storage_offset())  # type: ignore[arg-type]
         if box is None:
             return  # stays missing, so that the update is refused rather than trusted
         if self._call is not None:
@@ -146,35 +146,38 @@ class StagedModel:
     def _redirect(self, key: int, view: torch.Tensor) -> torch.Tensor | None:
         """Loaders that write to a parameter directly meet its placeholder; their write is led to the real tensor."""
         staged = self._placeholders.get(key)
-        return None if staged is None else self._materialise(staged)
+        if staged is None:
+            return None
+        if staged.processed:
+            name = self.source.current or "?"
+            raise RejectedWeight(name, "loader", f"{name}: arrived after {staged.owners[0][0].name} was complete without it")
+        return self._materialise(staged)
 
     def _materialise(self, staged: Staged) -> torch.Tensor:
         if staged.real is None:
-            with _disable_current_modes():
-                staged.real = self._allocate(staged)
-                self._reals[storage_key(staged.real)] = staged
+            staged.real = self._allocate(staged)
+            self._reals[storage_key(staged.real)] = staged
+            with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
                 for (owner, attribute), face in zip(staged.owners, staged.faces, strict=True):
-                    view = torch.empty(0, dtype=face.dtype, device=staged.real.device)
+                    view = torch.empty(0, dtype=staged.dtype, device=staged.real.device)
                     view.set_(staged.real.untyped_storage(), 0, face.shape, face.stride())
-                    loader = face.weight_loader  # type: ignore[attr-defined]
-                    dress(view, face, owner.shadow)
-                    view.weight_loader = loader  # type: ignore[attr-defined]
+                    view.__class__, view.__dict__ = face.__class__, dict(face.__dict__)
                     owner.shadow._parameters[attribute] = view  # type: ignore[assignment]
         return staged.real
 
     def _allocate(self, staged: Staged) -> torch.Tensor:
         layer, name = staged.owners[0]
-        template = staged.placeholder
-        real = torch.empty_strided(
-            template.shape, template.stride(), dtype=template.dtype, device=self.site.device_of(layer.live)
-        )
-        if real.dim() < 3 and real.numel() <= 4096:
-            # Some loaders compare a scale with what is there before they write it; created scales start from 1.
-            real.fill_(1)
+        with torch._C._DisableTorchDispatch():
+            real = torch.empty_strided(staged.shape, staged.stride, dtype=staged.dtype, device=self.site.device_of(layer.live))
+            if len(staged.shape) < 3 and staged.numel <= 4096:
+                # Some loaders compare a scale with what is there before they write it; created scales start from 1.
+                real.fill_(1)
         if self.carry and staged.carried is not None:
-            real.data.copy_(staged.carried)
+            with _disable_current_modes():
+                real.copy_(staged.carried.data)
         elif staged.optional and any(k.__name__ == "BaseKVCacheMethod" for k in type(layer.method).__mro__):
-            self._default(layer, name, real)
+            with _disable_current_modes():
+                self._default(layer, name, real)
         return real
 
     def _default(self, layer: ShadowLayer, name: str, real: torch.Tensor) -> None:
@@ -192,12 +195,11 @@ class StagedModel:
         layers = self.shadow.layers if staged is None else [layer for layer, _ in staged.owners]
         for layer in layers:
             if layer.touched and not layer.processed:
-                group = _tied_group(layer)
+                group = _tied_group(layer) if any(p.tied for p in layer.params.values()) else [layer]
                 if len(group) > 1 and not final:
                     continue  # another name may still write the same place, and must agree
                 if all(map(self._ready, group)):
-                    with _disable_current_modes():
-                        self._process(group)
+                    self._process(group)
 
     def _ready(self, layer: ShadowLayer) -> bool:
         if is_attention(layer.live):
@@ -207,16 +209,26 @@ class StagedModel:
 
     def _process(self, group: list[ShadowLayer]) -> None:
         results = []
-        for layer in group:
-            for name, staged in layer.params.items():
-                check_values(staged)
-                if staged.real is None and staged.optional is not None:
-                    self._supply(layer, name, staged)
-            layer.processed = True
-            with torch.no_grad(), self.site.context(), Recorder(self._live):
-                self._run_processing(layer)
-            results.append((layer, processed_state(layer, self.shadow.tree)))
-        self.on_complete(results)
+        with _disable_current_modes(), torch.no_grad():
+            for layer in group:
+                for name, staged in layer.params.items():
+                    check_values(staged)
+                    if staged.real is None and staged.optional is not None:
+                        self._supply(layer, name, staged)
+                layer.processed = True
+                with self._recorder.guard(), self.site.context() if self.site.outside else contextlib.nullcontext():
+                    self._run_processing(layer)
+                results.append((layer, processed_state(layer, self.shadow.tree)))
+            for layer in group:
+                for staged in layer.params.values():
+                    self._forget(staged)
+            self.on_complete(results)
+
+    def _forget(self, staged: Staged) -> None:
+        """What was made of a parameter is kept elsewhere, and may be laid out anew: do not hold both."""
+        if staged.real is not None:
+            self._reals.pop(storage_key(staged.real), None)
+            staged.real = None
 
     def _run_processing(self, layer: ShadowLayer) -> None:
         shadow: Any = layer.shadow
@@ -229,10 +241,6 @@ class StagedModel:
 
     def release(self, layer: ShadowLayer) -> None:
         """Forget a committed layer's staging: only its placeholders stay, for loaders that ask for them."""
-        for staged in layer.params.values():
-            if staged.real is not None:
-                self._reals.pop(storage_key(staged.real), None)
-                staged.real = None
         placeholders = {name: staged.face(layer, name) for name, staged in layer.params.items()}
         layer.shadow.__dict__ = {**layer.live.__dict__, "_parameters": placeholders}
         self._released.append(layer)
@@ -278,11 +286,22 @@ class StagedModel:
     def moved(self) -> int:
         """How many tensors of the updated layers are no longer where they were when the update began."""
         count = 0
-        for layer, before in self._addresses.items():
-            if layer.processed:
-                after = reach(layer.live, self.shadow.tree).tensors
-                count += sum(path not in after or _address(after[path]) != at for path, at in before.items())
+        with torch._C.DisableTorchFunctionSubclass():
+            for layer, before in self._addresses.items():
+                if layer.processed:
+                    after = reach(layer.live, self.shadow.tree).tensors
+                    count += sum(path not in after or _address(after[path]) != at for path, at in before.items())
         return count
+
+    def close(self) -> None:
+        """Let go of everything staged now. The shadow's objects refer to each other: it would wait for a collector."""
+        for layer in self.shadow.layers:
+            layer.shadow.__dict__ = layer.live.__dict__
+            for staged in layer.params.values():
+                staged.real = None
+        self._reals.clear()
+        self._addresses.clear()
+        self._hold.clear()
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:

@@ -66,6 +66,11 @@ class Site:
             self._devices[id(layer)] = tensors[0].device if tensors else self.device
         return self._devices[id(layer)]
 
+    @property
+    def outside(self) -> bool:
+        """Whether `context` has anything to enter."""
+        return not self._inside or self.device.type != "cpu"
+
     @contextlib.contextmanager
     def context(self, on_device: bool = True) -> Iterator[None]:
         """What vLLM's own processing runs under: its config, the device, the model's dtype as default."""

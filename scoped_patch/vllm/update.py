@@ -228,6 +228,8 @@ class WeightUpdate:
     def discard_previous(self) -> None:
         """Give up the copy that `keep_previous=True` keeps."""
         self._exchange = None
+        for model in self._kept:
+            model.close()
         self._kept = []
         self._state = "closed"
 
@@ -327,8 +329,11 @@ class WeightUpdate:
 
     def _release(self) -> None:
         release(self)
-        self._models = []
         self._processed = []
+        for model in self._models:
+            if model not in self._kept:
+                model.close()
+        self._models = []
 
 
 def _drain(iterator: Iterable[Any]) -> None:
