@@ -60,6 +60,11 @@ class Staged:
     def processed(self) -> bool:
         return any(layer.processed for layer, _ in self.owners)
 
+    @property
+    def lenient(self) -> bool:
+        """May come when its layer is complete: what need not come at all, and shape notes, sent once per fused shard."""
+        return self.optional is not None or (self.numel <= 8 and not self.is_floating_point)
+
     def face(self, layer: ShadowLayer, name: str) -> torch.Tensor:
         return self.faces[self.owners.index((layer, name))]
 

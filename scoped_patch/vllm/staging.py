@@ -15,6 +15,7 @@ from .coverage import Box, box_of_view, overlap
 from .errors import RejectedWeight
 from .graph import reach, storage_key
 from .manifest import missing_by_layer
+from .pages import advise
 from .process import Processed, processed_state
 from .recorder import Recorder
 from .shadow import Shadow, ShadowLayer, Staged, is_attention, is_method
@@ -98,8 +99,8 @@ class StagedModel:
         name = self.source.name_of(weight)
         self.source.used.add(name)
         if staged.processed:
-            if staged.optional or (staged.numel <= 8 and not staged.is_floating_point):
-                return True  # shape notes are sent once per fused shard
+            if staged.lenient:
+                return True
             raise RejectedWeight(name, "loader", f"{name}: arrived after {staged.owners[0][0].name} was complete without it")
         if weight is not None and weight.is_floating_point() != staged.is_floating_point:
             raise RejectedWeight(name, "dtype", f"{name}: is {weight.dtype}, but {staged.label} holds {staged.dtype}")
@@ -148,8 +149,8 @@ class StagedModel:
         staged = self._placeholders.get(key)
         if staged is None:
             return None
-        if staged.processed:
-            name = self.source.current or "?"
+        if staged.processed and not staged.lenient:
+            name = self.source.current or staged.label
             raise RejectedWeight(name, "loader", f"{name}: arrived after {staged.owners[0][0].name} was complete without it")
         return self._materialise(staged)
 
@@ -169,6 +170,7 @@ class StagedModel:
         layer, name = staged.owners[0]
         with torch._C._DisableTorchDispatch():
             real = torch.empty_strided(staged.shape, staged.stride, dtype=staged.dtype, device=self.site.device_of(layer.live))
+            advise(real)
             if len(staged.shape) < 3 and staged.numel <= 4096:
                 # Some loaders compare a scale with what is there before they write it; created scales start from 1.
                 real.fill_(1)

@@ -16,6 +16,7 @@ ENGINE_TESTS = {
     "test_targets.py",
     "test_target_classes.py",
     "test_layers.py",
+    "test_memory.py",
     "test_worker.py",
     "test_plugin.py",
     "test_docs.py",

@@ -225,3 +225,26 @@ def test_tied_names_with_different_values_are_refused(engines: Any) -> None:
     finally:
         head._parameters["weight"] = own
     assert engine.generate() == engine.fresh[0]
+
+
+def test_a_loader_that_writes_to_a_layer_that_was_complete_is_stopped(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write would reach neither the live weights nor those that are to be committed."""
+    engine = engines("dense", "w4a16")
+    original = type(engine.model).load_weights
+
+    def late(self: torch.nn.Module, weights: Any) -> Any:
+        norm = self.get_parameter("model.norm.weight")
+        out = original(self, weights)
+        norm.data.copy_(torch.zeros_like(norm, device="cpu"))
+        return out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.model), "load_weights", late)
+        with pytest.raises(RejectedWeight, match=r"model\.norm\.weight: arrived after model\.norm was complete"):
+            with reload_weights(engine.llm) as update:
+                update.load(engine.state[1].items())
+    assert engine.generate() == engine.fresh[0]
+    for seed in (1, 0):
+        with reload_weights(engine.llm) as update:
+            update.load(engine.state[seed].items())
+        assert engine.generate() == engine.fresh[seed]
