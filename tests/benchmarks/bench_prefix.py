@@ -375,6 +375,11 @@ ATTENTION_SHAPES = [
 ]
 
 
+def relative(found: Tensor, right: Tensor) -> float:
+    right = right.detach()
+    return float((found.detach().float() - right).norm() / right.norm())
+
+
 def with_gradients(inputs: list[Tensor], layout: PrefixLayout, backend: str, grad: Tensor) -> list[Tensor]:
     out = prefix_attention(*inputs, layout, backend=backend)
     return [out, *torch.autograd.grad(out, inputs, grad)]
@@ -422,7 +427,7 @@ def bench_attention(device: torch.device, shapes: list[Shape], groups: int, repe
                 print(f"    {backend:6s} does not run: {type(error).__name__}: {str(error)[:300]}")
                 line["backends"][backend] = {"error": f"{type(error).__name__}: {error}"[:500]}
                 continue
-            errors = [float((a.detach().float() - b).norm() / b.norm()) for a, b in zip(found, right, strict=True)]
+            errors = [relative(a, b) for a, b in zip(found, right, strict=True)]
             del found
             timed = measure(shared, device, 3, repeats)
             speed_up = base.seconds / timed.seconds
@@ -450,6 +455,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--attention", action="store_true", help="only the attention alone")
+    parser.add_argument("--models", action="store_true", help="only whole models")
     parser.add_argument("--small", action="store_true", help="a tiny model and shape, to try the script")
     parser.add_argument("--shapes", nargs="*", help="P,R,G of the model runs")
     parser.add_argument("--backends", nargs="*", help="attention backends of the shared side")
@@ -467,11 +473,12 @@ def main() -> None:
     results: dict[str, Any] = {"torch": torch.__version__, "device": str(device), "models": [], "attention": []}
     if device.type == "cuda":
         results["device"] = torch.cuda.get_device_name()
+    if device.type == "cuda" and not options.models:
         results["attention"] = bench_attention(
             device, ATTENTION_SHAPES[:2] if options.small else ATTENTION_SHAPES, 1, options.repeats
         )
         results["attention"] += bench_attention(device, ATTENTION_SHAPES[1:2], 4, options.repeats)
-    elif options.attention:
+    elif options.attention and device.type != "cuda":
         sys.exit("the attention alone is compared on a GPU only")
     if not options.attention:
         default = [Shape(2048, 512), Shape(8192, 1024)] if device.type == "cuda" else [Shape(512, 128)]

@@ -38,8 +38,8 @@ def run(inputs, layout, backend, **options):
     return [out, *torch.autograd.grad(out, inputs, grad.to(out.dtype))]
 
 
-def assert_close_to_plain(layout, dtype, tolerance, backend, sinks=False, **options):
-    inputs = tensors(layout, dtype, sinks)
+def assert_close_to_plain(layout, dtype, tolerance, backend, sinks=False, size=64, **options):
+    inputs = tensors(layout, dtype, sinks, size)
     found = run(inputs, layout, backend, **options)
     exact = [x.detach().float().requires_grad_() for x in inputs]
     wanted = run(exact, layout, "plain", **options)
@@ -51,9 +51,39 @@ def assert_close_to_plain(layout, dtype, tolerance, backend, sinks=False, **opti
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-@pytest.mark.parametrize("backend", ["flash", "cudnn"])
-def test_merged_calls(layout, dtype, sinks, backend):
-    assert_close_to_plain(layout, dtype, 8e-3 if dtype == torch.bfloat16 else 1e-3, backend, sinks)
+def test_merged_calls_of_flash(layout, dtype, sinks):
+    assert_close_to_plain(layout, dtype, 8e-3 if dtype == torch.bfloat16 else 1e-3, "flash", sinks)
+
+
+#: no segment below cuDNN's shortest
+LONG = {
+    "one group": PrefixLayout([300], [[150, 70, 64]]),
+    "equal": PrefixLayout([128] * 3, [[96, 96]] * 3),
+    "many": PrefixLayout([150, 65, 300, 0], [[90, 0, 90, 65], [64], [77, 200], [66, 0]]),
+    "no prefix": PrefixLayout([0], [[130, 75]]),
+    "no response": PrefixLayout([130], [[]]),
+}
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", LONG.values(), ids=LONG.keys())
+def test_merged_calls_of_cudnn(layout, dtype, sinks, size):
+    assert_close_to_plain(layout, dtype, 8e-3 if dtype == torch.bfloat16 else 1e-3, "cudnn", sinks, size=size)
+
+
+def test_long_equal_segments_go_to_cudnn():
+    for layout, wanted in (
+        (PrefixLayout([8192], [[1024] * 8]), "cudnn"),
+        (PrefixLayout([8192], [[1000, 1001, 1002, 1003, 1004]]), "flash"),
+        (PrefixLayout([128], [[96, 96]]), "flash"),
+        (PrefixLayout([8192], [[1024, 1]]), "flash"),
+    ):
+        query, _, value = (torch.empty(1, 16, layout.tokens, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        if torch.cuda.get_device_capability()[0] < 9:
+            wanted = "flash"
+        assert choose_backend(query, value, layout, Score(1.0)) == wanted
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 40}, {"softcap": 3.0}, {"window": 150, "softcap": 5.0}], ids=str)

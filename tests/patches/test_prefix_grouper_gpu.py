@@ -38,7 +38,10 @@ def test_float32(name):
 @pytest.mark.parametrize("backend", ["flash", "cudnn", "flex", "plain"])
 def test_bfloat16(backend):
     """No further from float32 than the unpatched model in bfloat16 is, but for a margin."""
-    groups = on_gpu(text_groups((40, 3), ((20, 33, 7), (9, 15)), side="left"))
+    groups = text_groups((40, 3), ((20, 33, 7), (9, 15)), side="left")
+    if backend == "cudnn":  # which takes no short ones
+        groups = text_groups((70, 66), ((80, 80, 95), (64, 81)), side="left")
+    groups = on_gpu(groups)
     exact = tiny_models.build("qwen3", train=False, initializer_range=0.1)[0].cuda()
     model = tiny_models.build("qwen3", train=False, initializer_range=0.1)[0].cuda().bfloat16()
     wanted = unpatched(exact, groups.batch).log_probs

@@ -89,9 +89,7 @@ def test_every_family(family: str) -> None:
             assert (ours - theirs).abs().max() <= 2e-6 * theirs.abs().max()
 
 
-def gradient_errors(
-    family: str, implementation: str, whole: bool, autocast: bool = False, device: str = "cpu", rtol: float = 1.01
-) -> None:
+def gradient_errors(family: str, implementation: str, whole: bool, autocast: bool = False, device: str = "cpu") -> None:
     """Each kind of block of a family by itself, in bfloat16: untiled and in 16 tiles, against float64."""
     model = drawn(family, initializer_range=0.1)[0].to(device)
     if implementation:
@@ -131,7 +129,8 @@ def gradient_errors(
             if wanted.numel() == 1:
                 continue  # an activation's only number: how its one rounding turns out says nothing
             ours, theirs = (float((one[name].double() - wanted).norm()) for one in (found, untiled))
-            assert ours <= rtol * theirs, (place.kind, name, ours / theirs)
+            # where both are sums in float32 the order of terms is all that differs
+            assert ours <= 1.01 * theirs + 1e-6 * float(wanted.norm()), (place.kind, name, ours / theirs)
 
 
 @pytest.mark.parametrize("family", BUILDERS)

@@ -28,7 +28,7 @@ KERNELS = ["flash_attention_4", "sdpa by flash"]
 
 
 def assert_equal(ranks: int, cases: list[Case]) -> None:
-    failures = [line for lines in spawn(ranks, run_on_one_card, cases, timeout=800) for line in lines]
+    failures = [line for lines in spawn(ranks, run_on_one_card, cases, timeout=800, start="spawn") for line in lines]
     assert not failures, "\n".join(failures)
 
 
@@ -68,7 +68,7 @@ def test_flash_is_as_near_as_one_process(ranks, kernel):
         if importlib.util.find_spec("flash_attn") is None:
             pytest.skip("flash-attn-4 is not installed")
         settings += [("qwen3", "padded"), ("qwen3", "packed"), ("mistral", "plain")]  # torch's flash kernel takes no mask
-    for found in spawn(ranks, all_errors, settings, kernel, timeout=600):
+    for found in spawn(ranks, all_errors, settings, kernel, timeout=600, start="spawn"):
         for setting, (ours, usual) in zip(settings, found, strict=True):
             far = {name: (ours[name], usual[name]) for name in ours if not ours[name] <= 1.5 * usual[name] + 2e-3}
             assert not far, (setting, far)

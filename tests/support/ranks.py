@@ -29,7 +29,7 @@ class RankError(AssertionError):
     """A rank raised, died or took too long; the message holds its traceback."""
 
 
-def spawn(world: int, function: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
+def spawn(world: int, function: Callable[..., Any], *args: Any, timeout: float = 180.0, start: str = "forkserver") -> list[Any]:
     """Run `function(rank, world, *args)` in `world` processes that form a gloo group; what they return, by rank.
 
     The function must be importable (module level), its arguments and results picklable. Each rank computes on one thread.
@@ -37,12 +37,14 @@ def spawn(world: int, function: Callable[..., Any], *args: Any, timeout: float =
     Args:
         timeout: seconds for the whole run; collectives give up a little earlier, and after two minutes at most, so that a
             rank that waits for another one says where.
+        start: how processes start; CUDA wants `"spawn"`.
 
     Raises:
         RankError: a rank failed; all others are ended first. The first failure's traceback is the message.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = multiprocessing.get_context(start)
+    if start == "forkserver":
+        context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         processes = [
             context.Process(target=_run, args=(rank, world, folder, timeout, function, args), daemon=True)

@@ -46,10 +46,10 @@ def prefix_attention(
 
             - `"flash"`: two variable-length flash calls, merged by log-sum-exp; CUDA, 16 bits
             - `"flex"`: one FlexAttention call; CUDA
-            - `"cudnn"`: cuDNN's calls, merged likewise; CUDA, 16 bits. Not yet run on a GPU
+            - `"cudnn"`: cuDNN's calls, merged likewise; CUDA, 16 bits, segments of 64 tokens and more
             - `"blockwise"`: a kernel call per segment; torch's CPU kernel where it fits, else plain products
             - `"plain"`: blockwise, plain products
-            - `"auto"`: flash, else flex, on CUDA; blockwise elsewhere
+            - `"auto"`: on CUDA cudnn for long equal segments on Hopper and later, else flash, else flex; blockwise elsewhere
 
     Returns:
         [1, H, N, Dv], of the query's dtype. Differentiable once, in query, key, value and sinks. Sums run in fp32 (fp64 for
@@ -82,11 +82,13 @@ def choose_backend(query: Tensor, value: Tensor, layout: PrefixLayout, how: Scor
     problems = {
         "flash": flash.flash_problem(query, value, how.softcap, how.window),
         "flex": flex.flex_problem(query, value),
-        "cudnn": cudnn.cudnn_problem(query, value, how.softcap, how.window),
+        "cudnn": cudnn.cudnn_problem(query, value, layout, how.softcap, how.window),
     }
     if backend == "auto":
         if query.device.type != "cuda":
             return "blockwise"
+        if problems["cudnn"] is None and cudnn.pays(query, layout):
+            return "cudnn"
         if problems["flash"] is None:
             return "flash"
         return "flex" if problems["flex"] is None else "plain"

@@ -40,7 +40,11 @@ class Run:
         return slice(self.columns, self.columns + self.count * self.column_length)
 
 
-def cudnn_problem(q: Tensor, v: Tensor, softcap: float | None, window: int | None) -> str | None:
+#: shorter segments are refused: cuDNN has no plan for one token, and crashed at some lengths below a tile
+SHORTEST = 64
+
+
+def cudnn_problem(q: Tensor, v: Tensor, layout: PrefixLayout, softcap: float | None, window: int | None) -> str | None:
     """Why cuDNN's attention cannot do this, or None."""
     if q.device.type != "cuda":
         return f"the tensors are on {q.device.type}, it needs cuda"
@@ -50,11 +54,29 @@ def cudnn_problem(q: Tensor, v: Tensor, softcap: float | None, window: int | Non
         return f"the head sizes are {q.shape[-1]} and {v.shape[-1]}, it needs equal ones, a multiple of 8 up to 128"
     if softcap is not None or window is not None:
         return "it has no softcap, and no window over a shared prefix"
+    shortest = min((min(run.row_length, run.column_length) for run in runs(layout)), default=SHORTEST)
+    if shortest < SHORTEST:
+        return f"a segment has {shortest} tokens, it needs {SHORTEST}"
     return None
+
+
+def pays(q: Tensor, layout: PrefixLayout) -> bool:
+    """Is this faster than torch's flash kernel? On Hopper and later, where there is much to do in few shapes.
+
+    A new shape costs about 0.1 s of planning, once per process; what a call saves was measured on an H200.
+    """
+    found = runs(layout)
+    shapes = {(run.count, run.row_length, run.column_length, run.causal) for run in found}
+    pairs = sum(run.count * run.row_length * run.column_length // (2 if run.causal else 1) for run in found)
+    return len(shapes) <= 3 and pairs * q.shape[1] >= 5e8 and torch.cuda.get_device_capability(q.device)[0] >= 9
 
 
 def runs(layout: PrefixLayout) -> tuple[Run, ...]:
     """Every segment with itself, then all responses of each group with their prefix; neighbours of one shape together."""
+    return layout.remember("runs", torch.device("cpu"), lambda: _runs(layout))
+
+
+def _runs(layout: PrefixLayout) -> tuple[Run, ...]:
     own = [*layout.prefix_bounds, *(r for group in layout.response_bounds for r in group)]
     found = [
         Run(len(same), same[0][0], length, same[0][0], length, True)

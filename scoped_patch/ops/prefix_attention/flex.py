@@ -107,13 +107,16 @@ def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _softcap(softcap: float | None) -> Callable[..., Tensor] | None:
+    """The score's change, with the number in its code: a number from a closure is an input of a graph of dynamic shapes, and
+    FlexAttention's kernels take none.
+    """
     if softcap is None:
         return None
-
-    def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
-
-    return capped
+    number = repr(float(softcap))
+    names: dict[str, Any] = {"torch": torch}
+    exec(f"def capped(score, b, h, query, key):\n    return {number} * torch.tanh(score / {number})", names)
+    made: Callable[..., Tensor] = names["capped"]
+    return made
 
 
 def _flex() -> Any:
