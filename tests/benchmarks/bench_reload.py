@@ -145,7 +145,10 @@ def setup(args: argparse.Namespace, root: Path) -> Iterator[tuple[Any, torch.nn.
         paths.append(root / str(seed))
         states.append(state)
     if args.cuda:
-        llm = engine.start(paths[0], enforce_eager=not args.graphs, kv_cache_memory_bytes=1 << 30, max_model_len=256)
+        own = {"attention_backend": args.attention} if args.attention else {}
+        if args.graphs:  # of the whole decoding step, without Inductor's compilation
+            own["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        llm = engine.start(paths[0], enforce_eager=not args.graphs, kv_cache_memory_bytes=1 << 30, max_model_len=256, **own)
         yield llm, engine.model(llm), engine.worker(llm).vllm_config, states
         return
     from tests.vllm.support.kernels import cpu_kernels
@@ -196,6 +199,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--cuda", action="store_true")
     options.add_argument("--graphs", action="store_true")
+    options.add_argument("--attention", help="vLLM's attention backend, such as TRITON_ATTN")
     options.add_argument("--layers", type=int)
     options.add_argument("--hidden", type=int, default=2048, help="width of the CPU model")
     options.add_argument("--times", type=int, default=15)

@@ -46,8 +46,16 @@ class Engines:
 
 
 class Engine:
-    def __init__(self, root: Path, kind: str, scheme: str, same: str | None = None, **changes: Any) -> None:
-        """`same`: tensors whose name ends like this are the same in both checkpoints."""
+    def __init__(
+        self,
+        root: Path,
+        kind: str,
+        scheme: str,
+        same: str | None = None,
+        options: dict[str, Any] | None = None,
+        **changes: Any,
+    ) -> None:
+        """`same`: tensors whose name ends like this are the same in both checkpoints. `options`: of the engines."""
         from .support import checkpoints, engine
 
         made = [checkpoints.write(root, kind, scheme, seed, **changes) for seed in (0, 1)]
@@ -58,8 +66,8 @@ class Engine:
         self.path = made[0][0]
         self.state = [state for _, state in made]
         # Never shut down: that would take the process's distributed groups from every other engine.
-        other = engine.start(made[1][0])
-        self.llm = engine.start(made[0][0])
+        other = engine.start(made[1][0], **options or {})
+        self.llm = engine.start(made[0][0], **options or {})
         self.fresh = [engine.generate(self.llm), engine.generate(other)]
         self.worker = engine.worker(self.llm)
         self.model = engine.model(self.llm)
