@@ -29,6 +29,13 @@ def test_import_brings_in_nothing_heavy():
     assert not set(HEAVY) & set(loaded)
 
 
+@pytest.mark.parametrize("name", ["torch.distributed.tensor", "torch._dynamo", "torch._inductor", "sympy"])
+def test_import_brings_in_no_slow_part_of_torch(name):
+    """Each of them takes longer than the package itself."""
+    code = f"import sys, torch; assert {name!r} not in sys.modules; import scoped_patch; print({name!r} in sys.modules)"
+    assert run_python(code) == "False\n"
+
+
 @pytest.mark.parametrize("name", HEAVY)
 def test_import_works_where_a_heavy_package_is_missing(name):
     """None in `sys.modules` makes every import of that name fail."""

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..engine import LIVE, Session
 from ..engine.errors import BadTargetError
+from ..ops.linear_cross_entropy.vocab_parallel import is_dtensor
 from .packing import IGNORE_INDEX, aligned_targets
 from .unwrap import unwrap
 
@@ -220,7 +220,7 @@ def _run(
     finally:
         for handle in handles:
             handle.remove()
-    found = {name: (g.full_tensor() if isinstance(g, DTensor) else g).float().cpu() for name, g in taken.items()}
+    found = {name: (g.full_tensor() if is_dtensor(g) else g).float().cpu() for name, g in taken.items()}
     for p in parameters.values():
         p.grad = None
     return _Run({k: v.detach() for k, v in values.items()}, found, layers)

@@ -115,7 +115,7 @@ def linear_cross_entropy(
     """
     layout = None
     if is_dtensor(weight):
-        weight, layout = local_weight(weight, hidden_states, process_group)  # type: ignore[arg-type]
+        weight, layout = local_weight(weight, hidden_states, process_group)
         bias, extra_weight = local_rows(bias), local_rows(extra_weight)
     hidden_states, labels = to_local(hidden_states, "hidden_states"), to_local(labels, "labels")
     dtype = _check(hidden_states, weight, labels, bias, extra_hidden_states, extra_weight, topk_ids)

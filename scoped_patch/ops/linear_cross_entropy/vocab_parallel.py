@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ def layout(process_group: ProcessGroup, weight: Tensor) -> tuple[str, int, int]:
     return known[name]
 
 
-def is_dtensor(tensor: Tensor | None) -> bool:
+def is_dtensor(tensor: Tensor | None) -> TypeGuard[DTensor]:
     """Whether it is a `torch.distributed.tensor.DTensor`, without importing that."""
     return tensor is not None and hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
@@ -70,15 +70,15 @@ def to_local(tensor: Tensor, name: str) -> Tensor:
     """A replicated DTensor's tensor; anything that is no DTensor as it is."""
     if not is_dtensor(tensor):
         return tensor
-    placements = tensor.placements  # type: ignore[attr-defined]
+    placements = tensor.placements
     if not all(p.is_replicate() for p in placements):
         raise UnsupportedError(f"{name}: a DTensor with placements {tuple(placements)}, wanted Replicate or a plain tensor")
-    return tensor.to_local()  # type: ignore[attr-defined, no-any-return]
+    return tensor.to_local()
 
 
 def local_rows(tensor: Tensor | None) -> Tensor | None:
     """This rank's rows of a bias or a second weight that is sharded like the weight."""
-    return tensor.to_local() if tensor is not None and is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.to_local() if tensor is not None and is_dtensor(tensor) else tensor
 
 
 def _resolve(group_name: str) -> Any:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ...engine.errors import UnsupportedError
 from ...models.packing import aligned_targets
 from ...models.spec import describe, is_multimodal
+from ...ops.linear_cross_entropy.vocab_parallel import is_dtensor
 from ...ops.sequence_parallel import all_reduce_sum, gather_sequence, shard_bounds, shard_length
 from .batch import sequence_length, shard_batch
 
@@ -82,7 +82,7 @@ class SpreadCheck:
     def reduce(self, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
         """Gradients as a trainer reduces them; a parameter that no rank has a gradient for is left out."""
         found = {name: p.grad.detach() for name, p in parameters.items() if p.grad is not None}
-        if self.group is None or self.reduced or any(isinstance(p, DTensor) for p in parameters.values()):
+        if self.group is None or self.reduced or any(is_dtensor(p) for p in parameters.values()):
             return found
         device = next(iter(parameters.values())).device
         has = torch.tensor([name in found for name in parameters], dtype=torch.int64, device=device)
