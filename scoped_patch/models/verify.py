@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..engine import LIVE, Session
 from ..engine.errors import BadTargetError
@@ -220,6 +219,8 @@ def _run(
     finally:
         for handle in handles:
             handle.remove()
+    from torch.distributed.tensor import DTensor  # not at the top: it takes half a second, which scopes do not need
+
     found = {name: (g.full_tensor() if isinstance(g, DTensor) else g).float().cpu() for name, g in taken.items()}
     for p in parameters.values():
         p.grad = None

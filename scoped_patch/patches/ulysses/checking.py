@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ...engine.errors import UnsupportedError
@@ -81,6 +80,8 @@ class SpreadCheck:
 
     def reduce(self, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
         """Gradients as a trainer reduces them; a parameter that no rank has a gradient for is left out."""
+        from torch.distributed.tensor import DTensor  # not at the top: it takes half a second, which scopes do not need
+
         found = {name: p.grad.detach() for name, p in parameters.items() if p.grad is not None}
         if self.group is None or self.reduced or any(isinstance(p, DTensor) for p in parameters.values()):
             return found
