@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import gc
 import sys
 import types
@@ -32,18 +33,37 @@ class Snapshot:
 
     Args:
         packages: more packages than `PACKAGES` whose functions and classes are watched.
+        ignore: patterns (`fnmatch`) of globals, as `package.module.name`, that packages change themselves and for good.
+        earlier: a snapshot since which nothing but what `restore_changes` put back was changed. Its instances are looked at
+            again, without searching all of memory for others (a tenth of a second); what else did not grow is taken over.
     """
 
-    def __init__(self, packages: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, packages: tuple[str, ...] = (), ignore: tuple[str, ...] = (), *, earlier: Snapshot | None = None
+    ) -> None:
         self.imported = frozenset(sys.modules)
         classes = list(_subclasses(nn.Module))
         self.classes = [(cls, cls.__dict__.get("forward", MISSING)) for cls in classes]
+        modules = _instances(set(classes)) if earlier is None else earlier.living()
         self.instances = [
             (weakref.ref(module), module.__dict__.get("forward", MISSING), dict(module.__dict__.get("_modules") or ()))
-            for module in _instances(set(classes))
+            for module in modules
         ]
         self.registries = [(name, mapping, dict(mapping)) for name, mapping in _registries()]
-        self.globals = [(module, _watched(module)) for module in _modules((*PACKAGES, *packages))]
+        known = {} if earlier is None else {owner: (size, names) for owner, size, names in earlier.globals}
+        self.globals: list[tuple[types.ModuleType, int, dict[str, Any]]] = []
+        for owner in _modules((*PACKAGES, *packages)):
+            size, names = known.get(owner, (-1, {}))
+            if size != len(owner.__dict__):
+                size, names = len(owner.__dict__), _watched(owner, ignore)
+            self.globals.append((owner, size, names))
+
+    def living(self) -> Iterator[nn.Module]:
+        """The modules it knows that are still there."""
+        for ref, _, _ in self.instances:
+            module = ref()
+            if module is not None:
+                yield module
 
     def restore_changes(self) -> list[str]:
         """Put everything back as it was; one line for each change that was found."""
@@ -73,7 +93,7 @@ class Snapshot:
                 if now is not before and not (before is MISSING and _module_of(now) not in self.imported):
                     found.append(_line(f"the entry {key!r} of transformers' {name}", before, now, "no entry"))
                     _put(mapping, key, before)
-        for owner, names in self.globals:
+        for owner, _, names in self.globals:
             for name, before in names.items():
                 now = owner.__dict__.get(name, MISSING)
                 if now is not before:
@@ -178,6 +198,13 @@ def _modules(packages: tuple[str, ...]) -> Iterator[types.ModuleType]:
             yield module
 
 
-def _watched(module: types.ModuleType) -> dict[str, Any]:
+def _watched(module: types.ModuleType, ignore: tuple[str, ...]) -> dict[str, Any]:
+    """Not the names in double underscores: they are Python's own, and those of code that a compiler puts there."""
     kinds = (types.FunctionType, types.BuiltinFunctionType, type)
-    return {name: value for name, value in list(module.__dict__.items()) if isinstance(value, kinds)}
+    return {
+        name: value
+        for name, value in list(module.__dict__.items())
+        if isinstance(value, kinds)
+        and not name.startswith("__")
+        and not any(fnmatch.fnmatchcase(f"{module.__name__}.{name}", pattern) for pattern in ignore)
+    }

@@ -10,7 +10,7 @@ the next test starts clean.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 FLAG = "--patch-leaks"
 INI = "patch_leaks"
 PACKAGES = "patch_leak_packages"
+IGNORE = "patch_leak_ignore"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,11 +37,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addini(INI, f"the same as {FLAG}", type="bool", default=False)
     parser.addini(PACKAGES, "more packages whose functions and classes are watched", type="args", default=[])
+    parser.addini(IGNORE, "globals (package.module.name, * allowed) that may change", type="args", default=[])
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption(FLAG.lstrip("-").replace("-", "_")) or config.getini(INI):
-        config.pluginmanager.register(LeakSweep(tuple(config.getini(PACKAGES))), "scoped_patch_leaks")
+        config.pluginmanager.register(
+            LeakSweep(tuple(config.getini(PACKAGES)), tuple(config.getini(IGNORE))), "scoped_patch_leaks"
+        )
 
 
 @pytest.fixture
@@ -73,15 +77,35 @@ class LeakSweep:
 
     A fixture, so that it looks before the test's own fixtures are made and after they are gone, but inside those of its
     module and session: what a module's fixture patches for all its tests is no leak of one of them.
+
+    All of memory is searched for models at the first test of a module and after each fixture of more than one test, which
+    may have made some; between the other tests of a module the snapshot is only brought up to date.
     """
 
-    def __init__(self, packages: tuple[str, ...]) -> None:
-        self.packages = packages
+    def __init__(self, packages: tuple[str, ...], ignore: tuple[str, ...]) -> None:
+        self.packages, self.ignore = packages, ignore
+        self.latest: Snapshot | None = None
+        self.path: object = None
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+        try:
+            return (yield)
+        finally:
+            self._is_out_of_date_after(fixturedef)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
+        self._is_out_of_date_after(fixturedef)
+
+    def _is_out_of_date_after(self, fixturedef: pytest.FixtureDef[Any]) -> None:
+        if fixturedef.scope != "function":
+            self.latest = None  # let go of as well: it holds the children of models
 
     @pytest.fixture(autouse=True)
-    def _scoped_patch_leak_sweep(self) -> Iterator[None]:
+    def _scoped_patch_leak_sweep(self, request: pytest.FixtureRequest) -> Iterator[None]:
         sessions = active()
-        before = self._snapshot()
+        before = self._snapshot(request.node.path)
         yield
         found = leave_live_scopes(sessions)
         # Looked up now: a test may be the one that imports torch.
@@ -91,12 +115,14 @@ class LeakSweep:
             lines = "\n".join(f"  - {one}" for one in found)
             pytest.fail(f"this test left patches behind; they have been put back:\n{lines}", pytrace=False)
 
-    def _snapshot(self) -> Snapshot | None:
+    def _snapshot(self, path: object) -> Snapshot | None:
         if "torch" not in sys.modules:
             return None
         from .leaks import Snapshot
 
-        return Snapshot(self.packages)
+        self.latest = Snapshot(self.packages, self.ignore, earlier=self.latest if path == self.path else None)
+        self.path = path
+        return self.latest
 
 
 def leave_live_scopes(known: list[Session]) -> list[str]:

@@ -260,6 +260,88 @@ def test_next():
     result.stdout.fnmatch_lines(["  - the module global my_package.compute: was my_package.compute, is *.mine"])
 
 
+def test_memory_is_searched_once_for_a_file_and_after_each_fixture_that_outlives_a_test(run, monkeypatch):
+    """The search takes a tenth of a second; it finds the models that such a fixture made, whichever test asks for it first."""
+    from scoped_patch import leaks
+
+    searches = []
+    search = leaks._instances
+    monkeypatch.setattr(leaks, "_instances", lambda classes: searches.append(len(classes)) or search(classes))
+    result = run(
+        """
+@pytest.fixture(scope="module")
+def late():
+    return Model()
+
+@pytest.mark.parametrize("_", range(5))
+def test_clean(_):
+    assert MODEL.layers
+
+def test_leaks(late):
+    late.layers[0].mlp.forward = mine
+    MODEL.layers[0].last = nn.Identity()
+    modeling_llama.rotate_half = mine
+
+def test_next(late):
+    assert "forward" not in vars(late.layers[0].mlp) and type(MODEL.layers[0].last) is nn.Linear
+    assert modeling_llama.rotate_half is not mine
+    late.layers[0].mlp.forward = mine
+
+def test_last(late):
+    assert "forward" not in vars(late.layers[0].mlp)
+""",
+        "--patch-leaks",
+    )
+    result.assert_outcomes(passed=8, errors=2)
+    assert len(searches) == 2
+
+
+def test_a_module_imported_by_one_test_is_watched_in_the_next(run, pytester):
+    pytester.makepyfile(my_late_package="def compute():\n    return 1\n")
+    pytester.syspathinsert()
+    body = """
+def test_imports():
+    import my_late_package
+
+def test_leaks():
+    import my_late_package
+    my_late_package.compute = mine
+
+def test_next():
+    import my_late_package
+    assert my_late_package.compute() == 1
+"""
+    result = run(body, "--patch-leaks", ini="patch_leak_packages = my_late_package")
+    result.assert_outcomes(passed=3, errors=1)
+
+
+def test_what_packages_change_themselves_can_be_ignored(run):
+    body = """
+def test_leaks():
+    modeling_llama.rotate_half = mine
+    modeling_llama.__compiled_fn_1 = mine  # as compilers do
+
+def test_next():
+    assert modeling_llama.rotate_half is mine
+    del modeling_llama.__compiled_fn_1
+    modeling_llama.apply_rotary_pos_emb = mine
+"""
+    from transformers.models.llama import modeling_llama
+
+    before = modeling_llama.rotate_half
+    try:
+        result = run(body, "--patch-leaks", ini="patch_leak_ignore = other.* transformers.models.llama.*.rotate_h*")
+    finally:
+        modeling_llama.rotate_half = before
+    result.assert_outcomes(passed=2, errors=1)
+    result.stdout.fnmatch_lines(["*ERROR at teardown of test_next*"])
+
+
+def test_the_sweep_is_on_for_the_tests_of_this_project(request):
+    assert request.config.pluginmanager.has_plugin("scoped_patch_leaks")
+    assert "_scoped_patch_leak_sweep" in request.fixturenames
+
+
 # ------------------------------------------------------------------------------------------------- the fixture
 def test_the_fixture_enters_until_the_end_of_the_test(run):
     result = run(

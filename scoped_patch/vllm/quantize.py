@@ -85,8 +85,7 @@ class _Quantizer:
                 continue
             experts = _EXPERTS.match(name)
             if experts and self._state[name].dim() == 3 and self._chosen(name):
-                members = [n for n in (f"{experts[1]}.gate_up_proj", f"{experts[1]}.down_proj") if n in self._state]
-                done.update(members)
+                done.update((f"{experts[1]}.gate_up_proj", f"{experts[1]}.down_proj"))
                 yield from self._experts(experts[1])
                 continue
             base = name.removesuffix(".weight")
@@ -104,6 +103,9 @@ class _Quantizer:
 
     def _experts(self, prefix: str) -> Pairs:
         """[experts, 2 * inner, hidden] and [experts, hidden, inner], or both transposed, to one name per expert."""
+        for name in (f"{prefix}.gate_up_proj", f"{prefix}.down_proj"):
+            if name not in self._state:
+                raise BadOptionError(f"{prefix}: {name} is not in the state dict; experts are split with both of their weights")
         gate_up, down = self._state[f"{prefix}.gate_up_proj"], self._state[f"{prefix}.down_proj"]
         if gate_up.shape[1] != 2 * down.shape[2]:
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
