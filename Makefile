@@ -7,6 +7,7 @@
 #   make lint       ruff, mypy --strict, and the import floors
 #   make format     let ruff format everything
 #   make bench      the benchmarks, as printed tables
+#   make bench-gpu  those for a machine with a CUDA device, in whatever environment PYTHON is; PEERS=DIR for peers of the tiled MLP
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -28,7 +29,7 @@ VLLM_STAMP := $(VENV_VLLM)/.installed
 PYTEST_VLLM := COVERAGE_FILE=$(CURDIR)/.coverage.vllm OMP_NUM_THREADS=1 \
   $(VENV_VLLM)/bin/python -m pytest -n $(WORKERS) --dist loadfile --cov --cov-report= tests/vllm $(PYTEST_ARGS)
 
-.PHONY: venv venv-vllm demo test test-main test-vllm test-full test-matrix coverage lint format bench clean
+.PHONY: venv venv-vllm demo test test-main test-vllm test-full test-matrix coverage lint format bench bench-gpu clean
 
 venv: $(STAMP)
 
@@ -90,6 +91,15 @@ bench: venv venv-vllm
 	  case $$benchmark in *bench_reload.py) python=$(VENV_VLLM)/bin/python;; *) python=$(BIN)/python;; esac; \
 	  echo "== $$benchmark"; $$python $$benchmark || status=1; \
 	done; exit $$status
+
+# The device's own torch is wanted, so nothing is installed.
+bench-gpu:
+	PYTHONPATH=. $(PYTHON) tests/benchmarks/bench_fused_head.py
+	PYTHONPATH=. $(PYTHON) tests/benchmarks/bench_fused_head.py --rl
+	PYTHONPATH=. $(PYTHON) tests/benchmarks/bench_fused_head.py --model
+	PYTHONPATH=. $(PYTHON) tests/benchmarks/bench_tiled_mlp.py --full $(if $(PEERS),--peers $(PEERS))
+	PYTHONPATH=. $(PYTHON) tests/benchmarks/bench_prefix.py
+	PYTHONPATH=. $(PYTHON) tests/benchmarks/bench_ulysses.py --device cuda --dtype bfloat16 --length 16384
 
 clean:
 	rm -rf $(VENV) $(VENV_VLLM) .venvs build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
