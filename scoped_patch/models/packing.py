@@ -52,7 +52,10 @@ def sample_starts(position_ids: Tensor | None, cu_seqlens: Tensor | None, length
     if len(axes) == 4:
         axes = axes[:1]
     before, here = axes[..., :-1], axes[..., 1:]
-    restart = (here < before).all(0) | (here == 0).all(0)
+    # Positions may rise through 0, as where a model adds the offset of an earlier batch's images; -1, -1, 0 is a filler's end.
+    earlier = torch.nn.functional.pad(before[..., :-1], (1, 0), value=-2)
+    rises = (before == -1) & (earlier == -2)
+    restart = (here < before).all(0) | ((here == 0) & ~rises).all(0)
     return torch.nn.functional.pad(restart, (1, 0), value=False)
 
 

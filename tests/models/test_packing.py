@@ -35,6 +35,9 @@ def test_shift():
         ([[0, 1, 0, 1], [0, 1, 2, 3]], [[0, 0, 1, 0], [0, 0, 0, 0]]),
         ([0, 1, 0], [[0, 0, 1]]),  # [S]
         ([[0]], [[0]]),
+        ([[-3, -2, -1, 0, 1, 2]], [[0] * 6]),  # a model's offset of an earlier batch's images: rising through 0
+        ([[-1, 0, 1, 2]], [[0] * 4]),
+        ([[0, 1, -1, -1, 0, 1]], [[0, 0, 1, 0, 1, 0]]),  # fillers between samples
     ],
 )
 def test_starts_of_position_ids(ids, wanted):

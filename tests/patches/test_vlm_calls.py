@@ -115,6 +115,22 @@ def check_positions_are_made_before_the_cut(rank: int, world: int) -> None:
         assert torch.equal(seen[0], wanted), family
 
 
+def check_text_as_embeddings_after_a_batch_of_images(rank: int, world: int) -> None:
+    """The models keep the offset of the last batch's images, and count on from it: below 0, and through it."""
+    for family in ("qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "glm4v"):
+        model, _ = build(family)
+        images = make_batch(family, CONTENTS["images"])
+        embeds = model.get_input_embeddings()(torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(8)))
+        embeds = embeds.detach()
+        with torch.no_grad():
+            model(**images)
+            wanted = model(inputs_embeds=embeds, use_cache=False).logits
+            model(**images)
+            with patched(model, sp=world):
+                found = model(inputs_embeds=embeds).logits
+        assert float((found - wanted).abs().max()) <= tolerance(family) * float(wanted.abs().max()), family
+
+
 # ---------------------------------------------------------------------------------------------------- other models
 def check_siblings_are_bit_equal(rank: int, world: int) -> None:
     """A second model of the class, and one of the sibling class, while the first is patched and after."""
