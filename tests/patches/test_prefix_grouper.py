@@ -320,6 +320,22 @@ def assert_scores_of(found, wanted):
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
 
 
+@pytest.mark.parametrize("fused", [None, "torch"])
+def test_a_batch_of_nothing_but_padding(fused):
+    """What a rank without data is given: everything is 0, whatever the padding holds, and every parameter has a gradient."""
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 4]])
+    model = build()
+    batch = {"input_ids": ids, "attention_mask": torch.zeros_like(ids), "labels": ids}
+    with patched(model, prefix_grouper=True, fused=fused):
+        out = model(**batch, group_ids=[0, 0])
+        (out.logits.sum() if fused is None else out.loss + out.log_probs.sum()).backward()
+    # the models' own loss is a mean of nothing
+    assert out.loss.isnan() if fused is None else out.loss == 0
+    shown = (out.logits,) if fused is None else (out.log_probs, out.entropy)
+    assert all(x.shape[:2] == ids.shape and not x.any() for x in shown)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
 def test_nothing_to_score():
     groups = text_groups()
     groups.batch["labels"][:] = -100
@@ -368,6 +384,23 @@ def test_tokens_at_other_positions_are_other_tokens():
     with patched(model, prefix_grouper=True, fused="torch"):
         counted = count(model, lambda: model(**groups.batch, group_ids=groups.group_ids))
     assert counted.embedded == [6 + (2 + 5) + (2 + 4)]
+
+
+@pytest.mark.parametrize("step", [3, -1], ids=["ahead", "twice the same"])
+def test_position_ids_that_jump_need_a_mask(step):
+    """Without a mask and a cache the unpatched model splits the rows where ids jump, and attends to nothing before it."""
+    groups = text_groups((8,), ((5, 4),), extra=0)
+    ids = torch.arange(13).expand(2, -1).clone()
+    ids[:, 4:] += step
+    groups.batch |= {"position_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    model = build(dtype=torch.float64)
+    assert_equal_to_unpatched(model, groups, 1e-10, EXACT)
+    masked = model(input_ids=groups.batch["input_ids"], position_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    del groups.batch["attention_mask"]
+    bare = model(input_ids=groups.batch["input_ids"], position_ids=ids, use_cache=False).logits
+    assert (masked - bare).abs().max() > 0.1
+    with patched(model, prefix_grouper=True), pytest.raises(BadOptionError, match="position_ids jump within a row"):
+        model(**groups.batch, group_ids=groups.group_ids)
 
 
 def test_one_set_of_position_ids_for_all_rows():
@@ -595,6 +628,16 @@ def test_active_dropout_is_refused_and_dropout_in_eval_is_not():
     model.model.layers[1].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(0.2))
     model.train()
     with patched(model, prefix_grouper=True), pytest.raises(UnsupportedError, match=r"active dropout \(Dropout\(p=0.2"):
+        model(**groups.batch, group_ids=groups.group_ids)
+
+
+@pytest.mark.parametrize(("family", "name"), [("mixtral", "Mixtral"), ("phimoe", "Phimoe")])
+def test_noise_of_routers_is_refused_while_training(family, name):
+    groups = text_groups()
+    model = other_family(family, name, num_local_experts=4, router_jitter_noise=0.1, input_jitter_noise=0.1)
+    assert_equal_to_unpatched(model, groups)
+    model.train()
+    with patched(model, prefix_grouper=True), pytest.raises(UnsupportedError, match=r"active noise \(\w*jitter_noise\)"):
         model(**groups.batch, group_ids=groups.group_ids)
 
 

@@ -35,6 +35,8 @@ KNOWN = frozenset(
     )
 )
 CACHES = ("cache", "past_key_values")
+#: what routers of experts multiply their input or scores with while training
+_NOISE = ("jitter_noise", "router_jitter_noise", "input_jitter_noise")
 _NOT_HAD = {
     "output_attentions": "no attention weights exist",
     "output_router_logits": "the auxiliary loss counts every token of the repeated rows, and here each prefix token once",
@@ -97,6 +99,7 @@ def _pack_rows(
 ) -> Batch | None:
     input_ids: Tensor = kwargs["input_ids"]
     tokens = RealTokens.of(input_ids, kwargs.get("attention_mask"))
+    given = position_ids
     media = find_media(module, kwargs, tokens.real)
     channels = [input_ids, *(one.keys() for one in media)]
     if position_ids is None and media:
@@ -112,6 +115,8 @@ def _pack_rows(
     relative = None
     if position_ids is not None:
         relative = positions.relative_positions(position_ids, tokens)
+        if given is not None and kwargs.get("attention_mask") is None:
+            positions.check_steps(given)
         # Tokens at different positions are not the same token.
         channels += [relative] if relative.ndim == 2 else list(relative)
     keys = _one_key(channels, tokens.real)
@@ -159,6 +164,12 @@ def refuse(module: nn.Module, kwargs: dict[str, Any], what: str) -> None:
             raise UnsupportedError(
                 f"prefix_grouper: {what} has active dropout ({active}), which would be one draw for all rows of a "
                 f"group; set it to 0 or call model.eval()"
+            )
+        noisy = next(((m, name) for m in walk(module) if m.training for name in _NOISE if getattr(m, name, None)), None)
+        if noisy is not None:
+            raise UnsupportedError(
+                f"prefix_grouper: {what} has a {type(noisy[0]).__name__} with active noise ({noisy[1]}), which would be one "
+                f"draw for all rows of a group; set it to 0 on the module or call model.eval()"
             )
 
 

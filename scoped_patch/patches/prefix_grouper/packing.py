@@ -123,6 +123,8 @@ def pack_rows(tokens: RealTokens, groups: Sequence[Sequence[int]], prefixes: Seq
         prefixes: how many tokens the rows of each group share; 0 for none.
     """
     rows, columns = tokens.real.shape
+    if not any(tokens.lengths):
+        return _nothing_real((rows, columns), tokens.real.device)
     order = sorted(range(len(groups)), key=lambda g: prefixes[g] == 0)  # stable: those without a prefix go last
     groups, prefixes = [groups[g] for g in order], [prefixes[g] for g in order]
     layout = PrefixLayout(
@@ -158,6 +160,14 @@ def pack_rows(tokens: RealTokens, groups: Sequence[Sequence[int]], prefixes: Seq
         by_token=False,
         twin=twin.flatten(),
     )
+
+
+def _nothing_real(shape: tuple[int, int], device: torch.device) -> Packing:
+    """All padding, as a rank without data makes it: models need a token, so one runs, and no cell shows it."""
+    none = torch.full((shape[0] * shape[1],), -1, dtype=torch.int64, device=device)
+    one = torch.zeros(1, dtype=torch.int64, device=device)
+    leader, twin = torch.arange(shape[0], device=device), torch.arange(len(none), device=device)
+    return Packing(shape, PrefixLayout([0], [[1]]), one, none, none, one, leader, by_token=False, twin=twin)
 
 
 def pack_segments(shape: tuple[int, int], groups: Sequence[Sequence[Tensor]], device: torch.device) -> Packing:

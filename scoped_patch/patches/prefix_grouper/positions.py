@@ -63,6 +63,22 @@ def relative_positions(position_ids: Tensor, tokens: RealTokens) -> Tensor:
     return relative
 
 
+def check_steps(position_ids: Tensor) -> None:
+    """Without an attention mask (and a cache), transformers takes ids that jump for the border of two packed samples.
+
+    Raises:
+        BadOptionError: ids of text that do not go up by one.
+    """
+    if position_ids.ndim == 3 and position_ids.shape[0] != 4:
+        return  # image axes, which no mask is made from
+    text = position_ids if position_ids.ndim == 2 else position_ids[0]
+    if bool((text.diff(dim=-1) != 1).any()):
+        raise BadOptionError(
+            "prefix_grouper: position_ids jump within a row and there is no attention_mask, from which transformers concludes "
+            "that the row holds several samples. Give the attention_mask: ones, and zeros at padding"
+        )
+
+
 def packed_positions(
     packing: Packing, position_ids: Tensor | None, relative: Tensor | None, tokens: RealTokens | None
 ) -> Tensor:
