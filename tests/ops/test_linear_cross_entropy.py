@@ -177,6 +177,30 @@ def test_a_bias_of_minus_infinity_is_probability_zero_without_gradient():
     assert float(w.grad[2].abs().max()) == 0
 
 
+def test_minus_infinity_at_the_label_and_in_a_whole_row_is_what_log_softmax_says():
+    h, w = torch.zeros(2, 4), torch.randn(20, 4)
+    b = torch.zeros(20)
+    b[7] = -math.inf
+    ids = torch.tensor([[7, 1], [1, 7]])
+    out = linear_cross_entropy(h, w, torch.tensor([7, 1]), b, topk_ids=ids)
+    some = -math.log(19)
+    torch.testing.assert_close(out.log_probs, torch.tensor([-math.inf, some]))
+    torch.testing.assert_close(out.topk_log_probs, torch.tensor([[-math.inf, some], [some, -math.inf]]))
+    torch.testing.assert_close(out.entropy, torch.full((2,), -some))
+    out = linear_cross_entropy(h, w, torch.tensor([7, 1]), torch.full((20,), -math.inf), outputs=NAMES)
+    assert all(getattr(out, name).isnan().all() for name in NAMES)
+
+
+def test_no_chosen_ids():
+    x, y = problem(n=6)
+    out = call(x, y, topk_ids=torch.empty(6, 0, dtype=torch.int64))
+    assert out.topk_log_probs.shape == (6, 0)
+    got = torch.autograd.grad(out.log_probs.sum() + out.topk_log_probs.sum(), (x["h"], x["w"]))
+    want = torch.autograd.grad(reference(x["h"], x["w"], y)["log_probs"].sum(), (x["h"], x["w"]))
+    assert rel(got[0], want[0]) < 1e-12
+    assert rel(got[1], want[1]) < 1e-12
+
+
 @pytest.mark.parametrize("labels", [[1, -100, 2], [-100, -100, -100], []])
 def test_ignored_and_empty_rows(labels):
     h = torch.randn(len(labels), 4, requires_grad=True)
@@ -231,9 +255,18 @@ def test_rows_without_upstream_gradient_do_not_reach_the_backward_products(monke
         seen.append(blocks.n)
         return original(blocks, *args)
 
+    forward_rows = []
+    statistics = torch_backend._statistics
+
+    def watch_forward(head, rows, *args):
+        forward_rows.append(rows.hidden.shape[0])
+        return statistics(head, rows, *args)
+
     monkeypatch.setattr(torch_backend, "_multiply_out", watch)
+    monkeypatch.setattr(torch_backend, "_statistics", watch_forward)
     x, y = problem(n=40, ignored=4)
     out = call(x, y, backend="torch")
+    assert forward_rows == [36]
     ref = reference(x["h"], x["w"], y)
     up = torch.randn(40, dtype=torch.float64)
     up[::2] = 0

@@ -35,7 +35,7 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU 
 
 @needs_no_gpu
 def test_the_kernels_on_a_few_cases():
-    run("129-all or 1000-plain or 130-strided or (kept and not second) or minus_infinity or empty")
+    run("129-all or 1000-plain or 130-strided or (kept and not second) or minus_infinity or empty or 130-bias")
 
 
 @needs_no_gpu

@@ -150,6 +150,20 @@ def test_a_bias_of_minus_infinity_is_probability_zero_without_gradient(route):
     assert float(w.grad[2].abs().max()) == 0
 
 
+def test_minus_infinity_at_the_label_and_in_a_whole_row_is_what_log_softmax_says(route):
+    h, w = torch.zeros(2, 8, dtype=FUSED_DTYPE), torch.randn(20, 8, dtype=FUSED_DTYPE)
+    b = torch.zeros(20)
+    b[7] = -math.inf
+    ids = torch.tensor([[7, 1], [1, 7]])
+    out = linear_cross_entropy(h, w, torch.tensor([7, 1]), b, topk_ids=ids, outputs=(*NAMES, "is_top1"), backend="triton")
+    some = -math.log(19)
+    torch.testing.assert_close(out.log_probs, torch.tensor([-math.inf, some]))
+    torch.testing.assert_close(out.topk_log_probs, torch.tensor([[-math.inf, some], [some, -math.inf]]))
+    torch.testing.assert_close(out.entropy, torch.full((2,), -some))
+    out = linear_cross_entropy(h, w, torch.tensor([7, 1]), torch.full((20,), -math.inf), outputs=NAMES, backend="triton")
+    assert all(getattr(out, name).isnan().all() for name in NAMES)
+
+
 @pytest.mark.parametrize("labels", [[1, -100, 2], [-100, -100, -100], []])
 def test_ignored_and_empty_rows(labels, route):
     h = torch.randn(len(labels), 8, dtype=FUSED_DTYPE, requires_grad=True)

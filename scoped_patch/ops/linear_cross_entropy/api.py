@@ -132,16 +132,16 @@ def linear_cross_entropy(
         layout = find_layout(process_group, weight) if process_group is not None else ("", 0, weight.shape[0])
     group_name, vocab_start, vocab_size = layout
     inputs = Inputs(
-        hidden=hidden_states.reshape(-1, hidden_states.shape[-1]),
+        hidden=hidden_states.reshape(labels.numel(), hidden_states.shape[-1]),
         weight=weight,
         labels=labels.reshape(-1),
         temperature=_temperature(temperature, labels, hidden_states),
         bias=bias,
-        extra_hidden=extra_hidden_states.reshape(-1, extra_hidden_states.shape[-1])
+        extra_hidden=extra_hidden_states.reshape(labels.numel(), extra_hidden_states.shape[-1])
         if extra_hidden_states is not None
         else None,
         extra_weight=extra_weight,
-        topk_ids=topk_ids.reshape(-1, topk_ids.shape[-1]) if topk_ids is not None else None,
+        topk_ids=topk_ids.reshape(labels.numel(), topk_ids.shape[-1]) if topk_ids is not None else None,
     )
     settings = Settings(
         softcap=None if softcap is None else float(softcap),

@@ -245,9 +245,13 @@ def combine_parts(
             squares = decay * decay * squares + tl.sum(part_decay * part_decay * part_squares, 0)
         total = decay * total + tl.sum(part_total * part_decay, 0)
         top = new_top
+    # A row of nothing but -inf has no softmax. Without this it would be that of its tiles' columns, masked ones included.
+    total = tl.where(top <= LOWEST, 0.0, total)
+    squares = tl.where(top <= LOWEST, 0.0, squares)
     all_rows = r < rows
     y = tl.load(LABELS + row0 + r, mask=inside, other=0)
     z = tl.load(LABEL_LOGIT + row0 + r, mask=inside & (y >= 0) & (y < vocab), other=0.0)
+    z = tl.where(z <= LOWEST, float("-inf"), z)
     # Nothing can be raised from here: a label out of range makes its log-probability a NaN.
     z = tl.where((y < label_low) | (y >= label_high), float("nan"), z)
     to = tl.load(INDEX + row0 + r, mask=all_rows, other=0)
@@ -293,4 +297,5 @@ def chosen_logits(
     if HAS_BIAS:
         bias = tl.load(BIAS + ids, mask=held, other=0.0).to(tl.float32)
     z, _ = activate(acc, tl.load(SCALE + r), pre, bias, HAS_BIAS, SOFTCAP)
+    z = tl.where(z <= LOWEST, float("-inf"), z)
     tl.store(OUT + r * ids_per_row + k, tl.where(held, z * LN2, 0.0), mask=there)
