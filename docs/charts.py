@@ -91,7 +91,9 @@ def prefix_sharing(results: dict[str, Any]) -> Chart:
         Bar(label, round(1000 * sides[n]["seconds"], 1), round(sides[n]["peak_mib"]), "shared" in n)
         for n, label in names.items()
     )
-    return Chart("prefix_sharing", "Training step: Qwen3-0.6B's shape, 8 responses of 1024 tokens to a prefix of 8192", tuple(bars))
+    return Chart(
+        "prefix_sharing", "Training step: Qwen3-0.6B's shape, 8 responses of 1024 tokens to a prefix of 8192", tuple(bars)
+    )
 
 
 def charts() -> list[Chart]:
@@ -114,7 +116,13 @@ def draw(chart: Chart, theme: str) -> str:
     from matplotlib import pyplot
 
     text, others, ours = THEMES[theme]
-    style = {"svg.fonttype": "none", "svg.hashsalt": chart.name, "font.family": "sans-serif", "font.size": 9, "text.color": text}
+    style = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": chart.name,
+        "font.family": "sans-serif",
+        "font.size": 9,
+        "text.color": text,
+    }
     with matplotlib.rc_context(style):
         figure, panels = pyplot.subplots(1, 2, figsize=(8.6, 0.75 + 0.27 * len(chart.bars)), sharey=True)
         figure.suptitle(chart.title, fontsize=10, x=0.01, ha="left")
