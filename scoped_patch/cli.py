@@ -14,6 +14,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import itertools
 import json
 import os
 import platform
@@ -68,22 +69,19 @@ _EXIT_CODES = (
 )
 
 _PACKAGES = (
-    "torch",
-    "transformers",
-    "wrapt",
-    "rich",
-    "triton",
-    "flash-attn",
-    "vllm",
-    "accelerate",
-    "peft",
-    "trl",
-    "compressed-tensors",
-)
+    "torch", "transformers", "wrapt", "rich", "triton", "flash-attn", "vllm", "accelerate", "peft", "trl", "compressed-tensors",
+)  # fmt: skip
 
 
 class CommandError(Exception):
     """A wrong command; printed as one line."""
+
+
+class _Console(Console):
+    """A console that leaves a reader who has gone to `main`."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # what is being handled; rich would end the process with an exit code of 1
 
 
 class _Parser(argparse.ArgumentParser):
@@ -132,7 +130,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    console, errors = Console(), Console(stderr=True)
+    console, errors = _Console(), Console(stderr=True)
     try:
         options = parser().parse_args(arguments)
         _silence()
@@ -152,9 +150,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _silence() -> None:
-    import logging
+    from transformers.utils import logging  # imported, it sets the level that it finds right
 
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
@@ -264,9 +262,13 @@ def _list(options: argparse.Namespace, console: Console) -> int:
     shown.add_column("family")
     for keyword in tries:
         shown.add_column(f"{keyword}=")
+    reasons = [answer[4:] for answers in table.values() for answer in answers.values() if answer.startswith("no: ")]
+    numbers = itertools.count(1)
     for family, answers in table.items():
-        shown.add_row(family, *answers.values())
+        shown.add_row(family, *(f"no ({next(numbers)})" if a.startswith("no: ") else a for a in answers.values()))
     console.print(shown)
+    for number, reason in enumerate(reasons, 1):
+        console.print(f"({number}) {reason}", markup=False, highlight=False, soft_wrap=True)
     return OK
 
 
@@ -344,7 +346,3 @@ def _version(name: str, wanted: str | None) -> tuple[str, str, bool]:
 
 def _print_json(data: Any, console: Console) -> None:
     console.print_json(json.dumps(data, default=str))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -141,6 +141,58 @@ def test_exit_codes_are_documented(capsys):
     assert "exit codes: 0 all is well; 1" in " ".join(capsys.readouterr().out.split())
 
 
+def test_doctor_and_list_print_tables_for_people(capsys, monkeypatch):
+    """In tables as wide as what is in them; with --json the same as data."""
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = run(capsys, "doctor")
+    assert code == OK
+    assert "0 problems: nothing to do" in out
+    assert re.search(r"transformers\W+\d+\.\d+", out)
+    assert re.search(r"GradientCheckpointingLayer\W+recomputation as it ran\W+ok", out)
+    monkeypatch.setattr("scoped_patch.cli._required", lambda: {"rich": ">=99"})
+    monkeypatch.setattr("scoped_patch.cli._TARGETS", (("json:no_such_name", "this test"),))
+    code, out, _ = run(capsys, "doctor")
+    assert code == FAILED
+    assert "2 problems: install versions inside the ranges above" in out
+    assert re.search(r"rich\W+\d\S+\W+>=99\W+out of range", out)
+    assert re.search(r"json:no_such_name\W+this test\W+.*no_such_name", out)
+    monkeypatch.setattr("scoped_patch.cli.FAMILIES", ("llama", "qwen3_5_text", "no_such_family"))
+    code, out, _ = run(capsys, "list")
+    assert code == OK
+    assert re.search(r"llama\W+yes\W+yes", out)
+    assert re.search(r"qwen3_5_text\W+yes\W+yes\W+yes\W+no \(1\)\W+yes", out)
+    assert re.search(r"^\(1\) prefix_grouper: layer 0 of Qwen3_5ForCausalLM .* whose state runs", out, re.MULTILINE)
+    assert re.search(r"no_such_family\W+not in this transformers", out)
+
+
+def test_doctor_without_our_own_metadata_or_a_needed_package(capsys, monkeypatch):
+    """As in a checkout that is on the path but not installed."""
+    import importlib.metadata
+
+    version = importlib.metadata.version
+
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", absent)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: absent(name) if name in ("wrapt", "trl") else version(name))
+    code, out, _ = run(capsys, "doctor", "--json")
+    packages = json.loads(out)["packages"]
+    assert code == FAILED
+    assert packages["wrapt"] == {"version": "", "wanted": "any, optional", "ok": False}
+    assert packages["trl"]["ok"]
+    assert packages["torch"]["wanted"] == "any"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    """`scoped-patch explain ... | head -1`: nothing on the error stream, and an exit code of 0."""
+    command = [sys.executable, "-m", "scoped_patch", "explain", "llama", "--tiled-mlp", "2", "--full"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert (process.wait(120), errors) == (OK, b"")
+
+
 @pytest.mark.slow
 def test_it_costs_little_more_than_importing_the_model():
     """Seconds of processor time, since a machine may be busy: ours against a bare import of what has to be imported."""

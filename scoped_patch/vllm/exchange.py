@@ -130,7 +130,7 @@ class Exchange:
         self._synchronize()
 
     def _synchronize(self) -> None:
-        for device in {live.device for live, _ in self.pairs if live.device.type != "cpu"}:
+        for device in {live.device for live, _ in self.pairs if live.device.type != "cpu"}:  # GPU only
             torch.accelerator.synchronize(device)
 
 

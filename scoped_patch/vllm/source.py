@@ -54,7 +54,7 @@ class Source:
                 self.digest.add(name, tensor)
                 if name.endswith("global_scale"):
                     self.scales.add(name, tensor)
-            if tensor.device.type != "cpu":
+            if tensor.device.type != "cpu":  # GPU only
                 self.on_device.add(tensor.device)
             start = tensor.data_ptr()
             spans = self._handed.setdefault(tensor.untyped_storage().data_ptr(), [])

@@ -75,7 +75,7 @@ class Site:
     def context(self, on_device: bool = True) -> Iterator[None]:
         """What vLLM's own processing runs under: its config, the device, the model's dtype as default."""
         with contextlib.ExitStack() as stack:
-            if on_device and self.device.type != "cpu":
+            if on_device and self.device.type != "cpu":  # GPU only
                 stack.enter_context(self.device)
             if not self._inside:
                 if self.config is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @cache
-def has_out_dtype() -> bool:
+def has_out_dtype() -> bool:  # GPU only: asked nowhere else
     """Whether this torch can ask cuBLAS for an fp32 result of half-precision operands."""
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) >= (2, 8)
@@ -28,7 +28,7 @@ def multiply(out: Tensor, a: Tensor, b: Tensor, accumulate: bool = False) -> Non
             out.add_(product)
         else:
             out.copy_(product)
-    elif a.is_cuda and has_out_dtype():
+    elif a.is_cuda and has_out_dtype():  # GPU only
         if accumulate:
             torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
         else:

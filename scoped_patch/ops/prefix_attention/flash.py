@@ -35,7 +35,9 @@ def flash_problem(q: Tensor, v: Tensor, softcap: float | None, window: int | Non
     return None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: PrefixLayout, scale: float) -> tuple[Tensor, Tensor]:
+def forward(  # GPU only
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: PrefixLayout, scale: float
+) -> tuple[Tensor, Tensor]:
     """q [N, H, D], k and v [N, KV, D], sinks [H] or None -> out [N, H, D], log normaliser [H, N] fp32."""
     of_segments = layout.cumulative("segments", q.device)
     longest = layout.longest_of("segments")
@@ -58,7 +60,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: Prefi
     return out, norm
 
 
-def backward(
+def backward(  # GPU only
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, norm: Tensor, layout: PrefixLayout, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_segments = layout.cumulative("segments", q.device)
@@ -91,11 +93,11 @@ def backward(
     return grad_q, grad_k, grad_v
 
 
-def _cross(layout: PrefixLayout) -> tuple[slice, slice]:
+def _cross(layout: PrefixLayout) -> tuple[slice, slice]:  # GPU only
     return slice(0, layout.prefix_tokens), slice(layout.prefix_tokens, layout.shared_stop)
 
 
-def _cross_lengths(layout: PrefixLayout, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+def _cross_lengths(layout: PrefixLayout, device: torch.device) -> tuple[Tensor, Tensor, int, int]:  # GPU only
     return (
         layout.cumulative("responses", device),
         layout.cumulative("prefixes", device),

@@ -126,5 +126,5 @@ def _flex() -> Any:
 
 
 @functools.cache
-def _compiled() -> Any:
+def _compiled() -> Any:  # GPU only
     return torch.compile(_flex(), dynamic=True)

@@ -36,7 +36,7 @@ def merge_(out: Tensor, norm: Tensor, part: Tensor | None, part_norm: Tensor | N
 
 
 @functools.cache
-def _kernel() -> Any:
+def _kernel() -> Any:  # GPU only
     """The launcher, or None without triton."""
     try:
         import triton
