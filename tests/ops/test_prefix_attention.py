@@ -280,7 +280,7 @@ def test_arguments_that_do_not_fit():
         ((q[:, :5], k, v), {}, ValueError, "5 heads, key 2 and value 2"),
         ((q, k, v[:, :1]), {}, ValueError, "key 2 and value 1"),
         ((q, k, v), {"window": 0}, ValueError, "window must be at least 1"),
-        ((q, k, v), {"softcap": 0.0}, ValueError, "softcap must be a number > 0"),
+        ((q, k, v), {"softcap": 0.0}, ValueError, "softcap must be a finite number > 0"),
         ((q, k, v), {"sinks": torch.zeros(3)}, ValueError, r"sinks must be \[6\]"),
         ((q, k, v), {"backend": "fast"}, ValueError, "backend must be one of 'auto'"),
         ((q, k, v), {"backend": "flash"}, ValueError, "the tensors are on cpu, it needs cuda"),

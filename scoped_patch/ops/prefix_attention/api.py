@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -189,7 +190,7 @@ def _check(
         )
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be a number > 0, got {softcap}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be a finite number > 0, got {softcap}")
     if sinks is not None and sinks.shape != query.shape[1:2]:
         raise ValueError(f"sinks must be [{query.shape[1]}], one per head, got {list(sinks.shape)}")
