@@ -49,6 +49,10 @@ class Chart:
         return f"<!-- numbers: {self.digest} -->"
 
 
+def _bars(names: dict[str, str], rows: dict[str, Any], ours: str) -> tuple[Bar, ...]:
+    return tuple(Bar(label, rows[n]["total_ms"], rows[n]["peak_mib"], ours in n) for n, label in names.items())
+
+
 def fused_head(results: dict[str, Any]) -> Chart:
     names = {
         "naive": "unfused",
@@ -62,8 +66,8 @@ def fused_head(results: dict[str, Any]) -> Chart:
     }
     shape = [8192, 4096, 151936]
     rows = {row["name"]: row for row in results["heads"] if row["shape"] == shape}
-    bars = (Bar(label, rows[n]["total_ms"], rows[n]["peak_mib"], "scoped_patch" in n) for n, label in names.items())
-    return Chart("fused_head", "Log-probs and entropy: 8192 tokens, hidden size 4096, vocabulary 151,936", tuple(bars))
+    bars = _bars(names, rows, ours="scoped_patch")
+    return Chart("fused_head", "Log-probs and entropy: 8192 tokens, hidden size 4096, vocabulary 151,936", bars)
 
 
 def tiled_mlp(results: dict[str, Any]) -> Chart:
@@ -76,8 +80,8 @@ def tiled_mlp(results: dict[str, Any]) -> Chart:
         "tiled_mlp 16": "tiled_mlp=16",
     }
     rows = {row["name"]: row for row in results["rows"]}
-    bars = (Bar(label, rows[n]["total_ms"], rows[n]["peak_mib"], "tiled_mlp" in n) for n, label in names.items())
-    return Chart("tiled_mlp", "Feed-forward block: 65,536 tokens, 4096 x 12288", tuple(bars))
+    bars = _bars(names, rows, ours="tiled_mlp")
+    return Chart("tiled_mlp", "Feed-forward block: 65,536 tokens, 4096 x 12288", bars)
 
 
 def prefix_sharing(results: dict[str, Any]) -> Chart:

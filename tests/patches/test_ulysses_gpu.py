@@ -14,7 +14,7 @@ from torch import Tensor
 
 from scoped_patch import Ulysses, patched
 from tests.support.ranks import spawn
-from tests.support.scores import reference, shifted
+from tests.support.scores import unpatched
 from tests.support.ulysses import run_cases
 from tests.support.ulysses_cases import FAMILIES, NO_SDPA, Case, make_batch, sample_lengths
 from tests.tiny_models import build
@@ -114,7 +114,7 @@ def _only_flash() -> Any:
 
 
 def _plain(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
-    scores = reference(model(**batch, use_cache=False).logits, shifted(batch["labels"]), 1.0)
+    scores = unpatched(model, {**batch, "use_cache": False})
     return _scores(model, scores.log_probs, scores.entropy)
 
 
