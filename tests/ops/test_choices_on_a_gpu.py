@@ -98,8 +98,20 @@ def test_logits_are_kept_where_they_fit(monkeypatch, asked, free, cached, captur
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1 << 40))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500 + cached)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 500)
+    monkeypatch.setattr(memory, "_CUDA_BLOCK", 1999)
     assert memory.keeps_logits(asked, 10, 48, torch.device("cuda")) is wanted
     assert not memory.keeps_logits(memory.AUTO, 10, 48, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("block", "wanted"), [(2000, True), (1999, False)])
+def test_logits_that_with_a_block_fit_a_block_are_kept_without_asking(monkeypatch, block, wanted):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1 << 40))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(memory, "_CUDA_BLOCK", block)
+    assert memory.keeps_logits(memory.AUTO, 10, 48, torch.device("cuda")) is wanted
+    assert not memory.keeps_logits(memory.LOW, 10, 48, torch.device("cuda"))
 
 
 def test_the_backend_of_the_head(monkeypatch):

@@ -215,11 +215,14 @@ def test_many_rows_take_several_launches(monkeypatch):
     compare(x, y, 2e-5, grad_tol=GRAD_TOL[FUSED_DTYPE], backend="triton")
 
 
-def test_float64_and_the_wrong_device_are_refused(monkeypatch, kernels):
+def test_a_dtype_or_device_it_cannot_compute_is_refused(monkeypatch, kernels):
     x, y = problem()
     with pytest.raises(UnsupportedError, match="float64"):
         call(x, y, backend="triton")
     if DEVICE == "cpu":
+        x, y = problem(dtype=torch.bfloat16)
+        with pytest.raises(UnsupportedError, match="interpreter multiplies bfloat16 wrongly"):
+            call(x, y, backend="triton")
         monkeypatch.setattr(kernels, "INTERPRETED", False)
         x, y = problem(dtype=torch.float32)
         with pytest.raises(UnsupportedError, match="needs a GPU"):

@@ -207,6 +207,27 @@ def _gradients_of_a_mean(rank: int, world: int) -> dict[str, float]:
     return found
 
 
+def _joined(rank: int, world: int) -> None:
+    """Gradients go on together, in one order; what nothing flows into sends nothing."""
+    group = dist.group.WORLD
+    x, y = (torch.full((1, 2), float(rank + k), dtype=torch.float64, requires_grad=True) for k in (1, 2))
+    gathered = [sp.gather_sequence(t, 1, group) for t in (x, y)]
+    first, second = sp.join_gradients(gathered)
+    assert first.grad_fn is second.grad_fn
+    assert [node for node, _ in first.grad_fn.next_functions] == [t.grad_fn for t in gathered]
+    assert not first._is_view()
+    with sp.count_collectives() as log:
+        (first**2).sum().backward(retain_graph=True)
+    assert log.count("reduce_scatter") == 1
+    assert y.grad is None
+    with sp.count_collectives() as log:
+        (first.sum() + 3 * second.sum()).backward()
+    assert log.count("reduce_scatter") == 2
+    assert x.grad.tolist() == [[world * (2.0 * (rank + 1) + 1)] * 2]
+    assert y.grad.tolist() == [[world * 3.0] * 2]
+    assert sp.join_gradients([x, y.detach()])[0] is x
+
+
 def _bad_shapes(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match=f"{world + 1} heads cannot be shared by {world} ranks"):
         sp.heads_from_sequence([torch.zeros(1, world + 1, 2, 4)], dist.group.WORLD)
@@ -217,7 +238,7 @@ def _bad_shapes(rank: int, world: int) -> None:
 def _all(rank: int, world: int) -> dict[str, float]:
     _exchange_there_and_back(rank, world, batch=1)
     _exchange_there_and_back(rank, world, batch=3)
-    for check in (_mixed_dtypes, _gather_and_shard, _scaled, _kv_layouts, _bad_shapes):
+    for check in (_mixed_dtypes, _gather_and_shard, _scaled, _kv_layouts, _joined, _bad_shapes):
         check(rank, world)
     return _gradients_of_a_mean(rank, world)
 

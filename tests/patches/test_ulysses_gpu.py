@@ -25,7 +25,12 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-KERNELS = ["flash_attention_4", "sdpa by flash"]
+#: kernel, family, rows; torch's flash kernel takes no mask
+FLASH = [("sdpa by flash", "llama", "plain"), ("sdpa by flash", "qwen3", "plain")]
+FLASH += [
+    ("flash_attention_4", family, rows)
+    for family, rows in (("llama", "plain"), ("mistral", "plain"), ("qwen3", "plain"), ("qwen3", "padded"), ("qwen3", "packed"))
+]
 
 
 def assert_equal(ranks: int, cases: list[Case]) -> None:
@@ -50,36 +55,26 @@ def test_sdpa_equals_one_process(ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_flex_equals_one_process(ranks):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flex_equals_one_process(family, ranks):
     """Outputs and gradients: FlexAttention has none of the latter on a CPU."""
     rows = {"llama": "packed", "qwen2": "padded"}
-    cases = [
-        Case(family, "flex_attention", 2, 57, rows.get(family, "plain"), "fused", ranks=ranks, device="cuda")
-        for family in FAMILIES
-    ]
-    assert_equal(ranks, cases)
+    case = Case(family, "flex_attention", 2, 57, rows.get(family, "plain"), "fused", ranks=ranks, device="cuda")
+    assert_equal(ranks, [case])
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_flash_is_as_near_as_one_process(ranks, kernel):
+@pytest.mark.parametrize(("kernel", "family", "rows"), FLASH)
+def test_flash_is_as_near_as_one_process(kernel, family, rows, ranks):
     """In bfloat16, against float32: no further off than the unpatched model with the same kernel is, but for a margin."""
-    settings = [("llama", "plain"), ("qwen3", "plain")]
-    if kernel == "flash_attention_4":
-        if importlib.util.find_spec("flash_attn") is None:
-            pytest.skip("flash-attn-4 is not installed")
-        settings += [("qwen3", "padded"), ("mistral", "plain"), ("qwen3", "packed")]  # torch's flash kernel takes no mask
-    for found in spawn(ranks, all_errors, settings, kernel, timeout=600, start="spawn"):
-        for setting, (ours, usual) in zip(settings, found, strict=True):
-            far = {name: (ours[name], usual[name]) for name in ours if not ours[name] <= 1.5 * usual[name] + 2e-3}
-            assert not far, (setting, far)
+    if kernel == "flash_attention_4" and importlib.util.find_spec("flash_attn") is None:
+        pytest.skip("flash-attn-4 is not installed")
+    for ours, usual in spawn(ranks, errors, family, rows, kernel, timeout=600, start="spawn"):
+        far = {name: (ours[name], usual[name]) for name in ours if not ours[name] <= 1.5 * usual[name] + 2e-3}
+        assert not far
 
 
-def all_errors(rank: int, world: int, settings: list[tuple[str, str]], kernel: str) -> list[Any]:
-    return [errors(world, *setting, kernel) for setting in settings]
-
-
-def errors(world: int, family: str, rows: str, kernel: str) -> tuple[dict[str, float], dict[str, float]]:
+def errors(rank: int, world: int, family: str, rows: str, kernel: str) -> tuple[dict[str, float], dict[str, float]]:
     """How far log-probs, entropy and every gradient are from float32: spread over the ranks, and in one process."""
     case = Case(family, batch=1 if rows == "packed" else 2, length=301, rows=rows, call="fused", device="cuda")
     batch: dict[str, Any] = {name: x.cuda() for name, x in make_batch(case).items()}

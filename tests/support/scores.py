@@ -64,7 +64,7 @@ def objective(scores: Any, seed: int = 7) -> Tensor:
     for values in (scores.log_probs, scores.entropy):
         if values is not None:
             weights = torch.randn(values.shape, generator=generator, dtype=torch.float64)
-            total = total + (values.double() * weights).sum()
+            total = total.to(values.device) + (values.double() * weights.to(values.device)).sum()
     return total
 
 

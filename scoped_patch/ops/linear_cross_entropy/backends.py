@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -12,11 +11,13 @@ from ...engine.errors import UnsupportedError
 from .problem import Inputs, Settings
 from .stats import Gradients, Outputs, Upstream
 
+#: looked for here, because torch.compile traces what calls `triton_available` and cannot trace a search
+_FOUND = importlib.util.find_spec("triton") is not None
 
-@cache
+
 def triton_available() -> bool:
     """Whether triton can be imported; it is not imported for the answer."""
-    return importlib.util.find_spec("triton") is not None
+    return _FOUND
 
 
 def choose(name: str, weight: Tensor, dtype: torch.dtype) -> str:
@@ -29,10 +30,15 @@ def choose(name: str, weight: Tensor, dtype: torch.dtype) -> str:
         raise UnsupportedError('backend="triton": float64 is not computed there; use backend="torch" (or "auto")')
     if not triton_available():
         raise UnsupportedError('backend="triton": triton is not installed; install it, or use backend="torch"')
-    if not weight.is_cuda and not _interpreted():
-        raise UnsupportedError(
-            f'backend="triton": the weight is on {weight.device}, and triton needs a GPU; use backend="torch" or "auto"'
-        )
+    if not weight.is_cuda:
+        if not _interpreted():
+            raise UnsupportedError(
+                f'backend="triton": the weight is on {weight.device}, and triton needs a GPU; use backend="torch" or "auto"'
+            )
+        if dtype == torch.bfloat16:
+            raise UnsupportedError(
+                'backend="triton": Triton\'s interpreter multiplies bfloat16 wrongly; use float32 there, or backend="torch"'
+            )
     return "triton"
 
 

@@ -126,18 +126,27 @@ def backward_block(
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, KEPT: tl.constexpr, GATHER: tl.constexpr, HAS_BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr, PER_LOG_P: tl.constexpr, PER_P: tl.constexpr,
 ):  # fmt: skip
-    """The same from a block in memory: of products, or (KEPT) of the scores that the forward kept. OUT may be SOURCE."""
+    """The same from a block in memory: of products, or (KEPT) of the scores that the forward kept, from the first column of a
+    tile on. OUT may be SOURCE.
+    """
     r = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = c < columns
     source = r
     if GATHER:
         source = tl.load(SOURCE_ROW + r)
-    x = tl.load(SOURCE + source * source_stride + c, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(SCALE + r)
+    if KEPT:
+        # As [tiles, columns of a tile], so that a tile's maximum is loaded once and not for each of its columns.
+        tile = tl.program_id(1) * (BLOCK // COLUMNS) + tl.arange(0, BLOCK // COLUMNS)
+        top = SOURCE_TOP + (vocab0 // COLUMNS + tile).to(tl.int64) * top_stride + source
+        top = tl.load(top, mask=tile * COLUMNS < columns, other=0.0)
+        c = tile[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    else:
+        c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < columns
+    x = tl.load(SOURCE + source * source_stride + c, mask=inside, other=0.0).to(tl.float32)
     u = x
     if KEPT:
-        z = x + tl.load(SOURCE_TOP + ((vocab0 + c) // COLUMNS).to(tl.int64) * top_stride + source, mask=inside, other=0.0)
+        z = x + top[:, None]
         if SOFTCAP:
             u = z / scale
     else:

@@ -56,6 +56,9 @@ def keeps_logits(memory: int, rows: int, vocab: int, device: torch.device) -> bo
         return False
     if torch.cuda.is_current_stream_capturing():
         return False
+    if 2 * size <= _CUDA_BLOCK:
+        # With the backward's block, which is no larger, no more than that block may take by itself. Asking takes longer.
+        return True
     free, _ = torch.cuda.mem_get_info(device)
     if size <= _KEPT_SHARE * free:
         return True

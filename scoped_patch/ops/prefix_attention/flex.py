@@ -37,6 +37,8 @@ def attend(
         "scale": how.scale,
         "enable_gqa": q.shape[1] != k.shape[1],
         "score_mod": _softcap(how.softcap),
+        # Below 128 tokens the compiler would take a kernel for decoding, which has no tiles for a mask in blocks of 128.
+        "kernel_options": {"FORCE_USE_FLEX_ATTENTION": True},
     }
     from torch.nn.attention.flex_attention import AuxRequest
 

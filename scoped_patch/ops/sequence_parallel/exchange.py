@@ -95,6 +95,18 @@ def gather_sequence(
     return _GatherSequence.apply(group, x, dim, full, backward)  # type: ignore[no-untyped-call,no-any-return]
 
 
+def join_gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors themselves; going backward, the gradients of all of them arrive before that of any goes on.
+
+    For what several collectives have made. Autograd has a thread for each device, so that with a loss put together on
+    another device than the model's, gradients arrive in an order that differs from rank to rank, and so would the
+    collectives of the backward. A tensor without a gradient stays without.
+    """
+    if torch.compiler.is_compiling() or sum(x.requires_grad for x in tensors) < 2:
+        return tuple(tensors)
+    return _JoinGradients.apply(*tensors)  # type: ignore[no-untyped-call,no-any-return]
+
+
 def shard_sequence(x: Tensor, dim: int, group: dist.ProcessGroup, value: float | None = None) -> Tensor:
     """This rank's tokens of what every rank has: [.., S, ..] -> [.., ceil(S/n), ..].
 
@@ -207,12 +219,15 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, x: Tensor, dim: int, length: int, backward: str) -> Tensor:
         ctx.group, ctx.dim, ctx.how, ctx.size = group, dim, backward, x.shape[dim]
+        ctx.set_materialize_grads(False)
         gathered = collectives.all_gather(x, group).movedim(0, dim).flatten(dim, dim + 1)
         return _own(gathered.narrow(dim, 0, length))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (g,) = gradients
+        if g is None:
+            return None, None, None, None, None
         ranks, dim = dist.get_world_size(ctx.group), ctx.dim
         g = pad_sequence(g, dim, ranks * ctx.size, 0.0)
         if ctx.how == "slice":
@@ -220,6 +235,17 @@ class _GatherSequence(torch.autograd.Function):
         else:
             mine = collectives.reduce_scatter_sum(_split(g, dim, ranks).movedim(dim, 0), ctx.group)
         return None, mine, None, None, None
+
+
+class _JoinGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(_own(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return gradients
 
 
 def _own(x: Tensor) -> Tensor:

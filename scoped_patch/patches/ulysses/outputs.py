@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...models.sharding import SequenceShard
 from ...models.spec import text_config
-from ...ops.sequence_parallel import all_reduce_sum, scale_gradient
+from ...ops.sequence_parallel import all_reduce_sum, join_gradients, scale_gradient
 
 
 def gather_outputs(out: Any, shard: SequenceShard) -> None:
@@ -32,6 +32,24 @@ def gather_outputs(out: Any, shard: SequenceShard) -> None:
     routers = getattr(out, "router_logits", None)
     if routers:
         out.router_logits = _gather_router_logits(routers, last.shape[0], shard)
+    if shard.gathers_outputs:
+        _join(out)
+
+
+def _join(out: Any) -> None:
+    """Give what was gathered one way back, so that the backward's collectives have the same order on every rank."""
+    names = ("last_hidden_state", "hidden_states", "router_logits")
+    found = {id(x): x for name in names if (value := getattr(out, name, None)) is not None for x in _listed(value)}
+    joined = dict(zip(found, join_gradients(list(found.values())), strict=True))
+    for name in names:
+        value = getattr(out, name, None)
+        if value is not None:
+            new = tuple(joined[id(x)] for x in _listed(value))
+            setattr(out, name, new[0] if isinstance(value, Tensor) else new)
+
+
+def _listed(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (value,) if isinstance(value, Tensor) else value
 
 
 def _gather_router_logits(routers: tuple[Tensor, ...], batch: int, shard: SequenceShard) -> tuple[Tensor, ...]:
