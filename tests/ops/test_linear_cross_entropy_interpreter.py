@@ -35,7 +35,9 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU 
 
 @needs_no_gpu
 def test_the_kernels_on_a_few_cases():
-    run("129-all or 1000-plain or 130-strided or (kept and not second) or minus_infinity or empty or 130-bias")
+    run(
+        "129-all or 1000-plain or 130-strided or (kept and not second) or minus_infinity or empty or summed_in_fp32 or 130-bias"
+    )
 
 
 @needs_no_gpu

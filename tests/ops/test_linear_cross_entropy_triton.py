@@ -106,6 +106,42 @@ def test_kept_logits_give_the_same_gradients(softcap, ignored, monkeypatch):
     assert not kept
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_kept_logits_in_several_blocks_with_rows_that_nothing_flows_into(softcap, monkeypatch):
+    """Ignored rows are not kept, and of the kept ones only some are wanted, from blocks that do not start at 0."""
+    from scoped_patch.ops.linear_cross_entropy import triton_backward
+
+    n, v = 37, 1000
+    x, y = problem(n=n, v=v, dtype=HALF, ignored=9)
+    starts, original = [], triton_backward._pass
+    monkeypatch.setattr(triton_backward, "_pass", lambda *a, **o: (starts.append(a[4]), original(*a, **o)))
+    kept = n * (2 * v + 4 * 4)  # fp16 scores, and the maxima of four tiles
+    out = call(x, y, memory=kept, softcap=softcap, backend="triton")
+    leaves = [t.detach().double().requires_grad_() for t in x.values()]
+    ref = reference(*leaves, y, softcap=softcap)
+    ups = torch.randn(n), torch.randn(n)
+    for up in ups:
+        up[torch.randperm(n)[:5]] = 0
+        up[::3] = 0
+    got = torch.autograd.grad((out.log_probs, out.entropy), tuple(x.values()), ups)
+    wanted = torch.autograd.grad((ref["log_probs"], ref["entropy"]), leaves, [up.double() for up in ups])
+    assert starts == [0, 256, 512, 768]
+    for left, right in zip(got, wanted, strict=True):
+        assert rel(left, right) < GRAD_TOL[HALF]
+
+
+def test_gradients_of_the_hidden_states_are_summed_in_fp32():
+    """A number common to all of the weight leaves them alone, but not their sums over a part of the vocabulary."""
+    x, y = problem(n=24, v=4000, dtype=HALF)
+    x["w"] = (x["w"].detach() + 8).requires_grad_()
+    out = call(x, y, memory=1, backend="triton", outputs=("log_probs",))
+    leaves = [t.detach().double().requires_grad_() for t in x.values()]
+    up = torch.randn(24)
+    (got,) = torch.autograd.grad(out.log_probs, (x["h"],), up)
+    (want,) = torch.autograd.grad(reference(*leaves, y)["log_probs"], leaves[:1], up.double())
+    assert rel(got, want) < 2 * torch.finfo(HALF).eps
+
+
 def test_kept_logits_out_of_float16_range_are_right():
     x, y = problem(n=20, v=64, dtype=HALF)
     big = {"h": (x["h"].detach() * 4000).requires_grad_(), "w": (x["w"].detach() * 40).requires_grad_()}
