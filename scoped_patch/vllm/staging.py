@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..engine.errors import ScopedPatchError
 from .checks import check_use, check_values
 from .coverage import Box, box_of_view, overlap
 from .errors import RejectedWeight
 from .graph import reach, storage_key
 from .manifest import missing_by_layer
 from .pages import advise
+from .plans import Books, Plans, key_of, run
 from .process import Processed, processed_state
 from .recorder import Recorder
 from .shadow import Shadow, ShadowLayer, Staged, is_attention, is_method
@@ -55,6 +55,7 @@ class StagedModel:
                 for path, tensor in found.items():
                     self._live.setdefault(storage_key(tensor), f"{layer.name}.{path}")
                     self._hold.append(tensor)
+        self._plans = Plans()
         self._recorder = Recorder(self._live, self._wrote, self._redirect)
         for staged in self.staged():
             self._install_loaders(staged)
@@ -105,19 +106,31 @@ class StagedModel:
         if weight is not None and weight.is_floating_point() != staged.is_floating_point:
             raise RejectedWeight(name, "dtype", f"{name}: is {weight.dtype}, but {staged.label} holds {staged.dtype}")
         real = self._materialise(staged)
+        key = None if kwargs or weight is None or not (args[0] is face or args[0] is own) else key_of(staged, loader, args)
+        plan = None if key is None else self._plans.get(layer, key)
+        if plan is not None:
+            run(plan, real, args[1])
+            self._note(staged, name, [(staged, box, False) for _, _, box in plan])
+            self._process_complete(staged)
+            return None
         view = layer.shadow._parameters[attribute]
         before = real.clone() if staged.tied and staged.sources and name not in staged.sources else None
         self._call = []
+        books = Books(view, layer.shadow)
+        trace: list[Any] = []
+        self._recorder.trace = trace
         try:
             out = loader(*(view if a is face else a for a in args), **{k: view if v is face else v for k, v in kwargs.items()})
             writes = self._call
         finally:
-            self._call = None
+            self._call = self._recorder.trace = None
         self._note(staged, name, writes)
         check_use(staged, name, weight, [b for target, b, fill in writes if target is staged and not fill], self.site.tp_size)
         if before is not None and not torch.equal(_raw(before), _raw(real)):
             first = next(iter(staged.sources))
             raise RejectedWeight(name, "tied", f"{name}: is tied to {first} in the live model, but arrived with other values")
+        if key is not None and out is None and books.same():
+            self._plans.learn(layer, key, trace, (real, args[1]), [box for target, box, fill in writes if target is staged])
         self._process_complete(staged)
         return out
 
@@ -304,24 +317,6 @@ class StagedModel:
         self._reals.clear()
         self._addresses.clear()
         self._hold.clear()
-
-    @contextlib.contextmanager
-    def naming(self) -> Iterator[None]:
-        """Turn a failure of the model's own loader into one that names the weight it failed on."""
-        try:
-            yield
-        except Exception as error:
-            if error is self.source.failure or isinstance(error, ScopedPatchError):
-                raise
-            name, text = self.source.current or "?", str(error)
-            if isinstance(error, AssertionError) or "size" in text or "shape" in text:
-                reason, what = "shape", "did not load"
-            elif name not in self.source.used:
-                reason, what = "unknown", "the model has no place for it"
-            else:
-                reason, what = "loader", "did not load"
-            text = text if len(text) < 300 else f"{text[:300]} ..."
-            raise RejectedWeight(name, reason, f"{name}: {what}: {type(error).__name__}: {text}") from error  # type: ignore[arg-type]
 
 
 def _tied_group(layer: ShadowLayer) -> list[ShadowLayer]:

@@ -121,7 +121,7 @@ class WeightUpdate:
         self._must_be("open")
         try:
             if len(self._models) == 1:
-                with self._models[0].naming():
+                with self._source.naming():
                     self._models[0].load(self._source.stream(iterator))
             else:
                 for pair in self._source.stream(iterator):
@@ -141,7 +141,7 @@ class WeightUpdate:
         errors: list[Exception] = []
         for model in self._models:
             try:
-                with model.naming():
+                with self._source.naming():
                     model.load(iter([pair]))
             except Exception as error:
                 if getattr(error, "reason", None) != "unknown":
@@ -166,13 +166,13 @@ class WeightUpdate:
             if absent:
                 missing["(expected names)"] = absent
         for model in self._models:
-            with model.naming():
+            with self._source.naming():
                 model.finish_tied()
             missing.update(model.missing(everything))
         if missing:
             raise incomplete(self._location, missing, self._source, self._committed, self.baseline == "discarded")
         for model in self._models:
-            with model.naming():
+            with self._source.naming():
                 if not everything:
                     model.settle()
                 model.finish_deferred()
