@@ -33,7 +33,7 @@ VIEWS = frozenset(
     }
 )
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
-Part = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, stride and offset of a view, in elements
+Part = tuple[tuple[int, ...], tuple[int, ...], int] | None  # shape, stride and offset of a view, in elements; None: all
 Plan = list[tuple[Part, Part, Box]]  # (place in the parameter, place in the weight, what that covers)
 Key = tuple[Any, ...]
 
@@ -115,8 +115,9 @@ def run(plan: Plan, real: torch.Tensor, weight: torch.Tensor) -> None:
     """Repeat the copies of a loader: from `weight`, contiguous, into `real`."""
     start = weight.storage_offset()
     with torch._C._DisableTorchDispatch():
-        for (shape, stride, offset), (from_shape, from_stride, from_offset), _ in plan:
-            real.as_strided(shape, stride, offset).copy_(weight.as_strided(from_shape, from_stride, start + from_offset))
+        for to, source, _ in plan:
+            place = real if to is None else real.as_strided(*to)
+            place.copy_(weight if source is None else weight.as_strided(source[0], source[1], start + source[2]))
 
 
 class Books:
@@ -153,7 +154,10 @@ def _plan_of(trace: list[tuple[Any, Any, Any]], real: torch.Tensor, weight: torc
         if to.dtype != real.dtype or not source.numel() or offset < 0 or last >= weight.numel():
             return None  # another weight of the same bucket, say
         place = tuple(to.shape), to.stride(), int(to.storage_offset())
-        out.append((place, (tuple(source.shape), source.stride(), int(offset)), box))
+        part = tuple(source.shape), source.stride(), int(offset)
+        everything = tuple(real.shape), real.stride(), 0
+        whole = tuple(weight.shape), weight.stride(), 0
+        out.append((None if place == everything else place, None if part == whole else part, box))
     return out
 
 

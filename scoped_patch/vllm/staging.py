@@ -18,7 +18,7 @@ from .pages import advise
 from .plans import Books, Plans, key_of, run
 from .process import Processed, processed_state
 from .recorder import Recorder
-from .shadow import Shadow, ShadowLayer, Staged, is_attention, is_method
+from .shadow import Shadow, ShadowLayer, Staged, is_attention, is_kv_cache_method, is_method
 from .source import Source
 from .target import Site
 
@@ -30,12 +30,11 @@ class StagedModel:
         site: the model and what is known of the engine around it.
         source: the update's stream.
         carry: take the unwritten part of a parameter from the live one where that keeps the checkpoint's format.
-        on_complete: called with the layers that have just been processed; layers that share a parameter come together.
+        on_complete: called with the layers that have just been processed (layers that share a parameter come together);
+            says whether it has committed them.
     """
 
-    def __init__(
-        self, site: Site, source: Source, *, carry: bool, on_complete: Callable[[list[tuple[ShadowLayer, Processed]]], None]
-    ) -> None:
+    def __init__(self, site: Site, source: Source, *, carry: bool, on_complete: Callable[[list[Processed]], bool]) -> None:
         self.site = site
         self.source = source
         self.carry = carry
@@ -173,8 +172,9 @@ class StagedModel:
             self._reals[storage_key(staged.real)] = staged
             with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
                 for (owner, attribute), face in zip(staged.owners, staged.faces, strict=True):
-                    view = torch.empty(0, dtype=staged.dtype, device=staged.real.device)
-                    view.set_(staged.real.untyped_storage(), 0, face.shape, face.stride())
+                    view = staged.real.data
+                    if face.stride() != staged.stride:
+                        view = view.as_strided(face.shape, face.stride()).data
                     view.__class__, view.__dict__ = face.__class__, dict(face.__dict__)
                     owner.shadow._parameters[attribute] = view  # type: ignore[assignment]
         return staged.real
@@ -190,7 +190,7 @@ class StagedModel:
         if self.carry and staged.carried is not None:
             with _disable_current_modes():
                 real.copy_(staged.carried.data)
-        elif staged.optional and any(k.__name__ == "BaseKVCacheMethod" for k in type(layer.method).__mro__):
+        elif staged.optional and is_kv_cache_method(layer.method):
             with _disable_current_modes():
                 self._default(layer, name, real)
         return real
@@ -209,7 +209,7 @@ class StagedModel:
         """Process the layers that `staged` made whole (None: look at all, for loaders that write directly)."""
         layers = self.shadow.layers if staged is None else [layer for layer, _ in staged.owners]
         for layer in layers:
-            if layer.touched and not layer.processed:
+            if not layer.processed and (staged is not None or layer.touched):
                 group = _tied_group(layer) if any(p.tied for p in layer.params.values()) else [layer]
                 if len(group) > 1 and not final:
                     continue  # another name may still write the same place, and must agree
@@ -223,7 +223,7 @@ class StagedModel:
         return all(p.coverage.complete() or (p.optional is not None and not p.sources) for p in layer.params.values())
 
     def _process(self, group: list[ShadowLayer]) -> None:
-        results = []
+        results: list[Processed] = []
         with _disable_current_modes(), torch.no_grad():
             for layer in group:
                 for name, staged in layer.params.items():
@@ -233,11 +233,13 @@ class StagedModel:
                 layer.processed = True
                 with self._recorder.guard(), self.site.context() if self.site.outside else contextlib.nullcontext():
                     self._run_processing(layer)
-                results.append((layer, processed_state(layer, self.shadow.tree)))
+                results.append(processed_state(layer, self.shadow.tree))
             for layer in group:
                 for staged in layer.params.values():
                     self._forget(staged)
-            self.on_complete(results)
+            if self.on_complete(results):
+                for layer in group:
+                    self._release(layer)
 
     def _forget(self, staged: Staged) -> None:
         """What was made of a parameter is kept elsewhere, and may be laid out anew: do not hold both."""
@@ -254,7 +256,7 @@ class StagedModel:
         if is_attention(layer.live):
             shadow.process_weights_after_loading(self.site.dtype)
 
-    def release(self, layer: ShadowLayer) -> None:
+    def _release(self, layer: ShadowLayer) -> None:
         """Forget a committed layer's staging: only its placeholders stay, for loaders that ask for them."""
         placeholders = {name: staged.face(layer, name) for name, staged in layer.params.items()}
         layer.shadow.__dict__ = {**layer.live.__dict__, "_parameters": placeholders}
@@ -263,7 +265,7 @@ class StagedModel:
     def _supply(self, layer: ShadowLayer, name: str, staged: Staged) -> None:
         """An optional parameter that did not come: any finite value does, since the scheme does not read it."""
         real = self._materialise(staged)
-        if not any(k.__name__ == "BaseKVCacheMethod" for k in type(layer.method).__mro__):
+        if not is_kv_cache_method(layer.method):
             real.data.fill_(1)
 
     def finish_tied(self) -> None:

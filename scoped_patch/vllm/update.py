@@ -20,7 +20,6 @@ from .exchange import Exchange
 from .guard import GenerateGuard
 from .process import Processed
 from .report import ReloadReport, count_version, incomplete, weights_version
-from .shadow import ShadowLayer
 from .source import Source
 from .staging import StagedModel
 from .target import reset_runner, sites
@@ -259,11 +258,10 @@ class WeightUpdate:
         return sum(layer.processed for layer in layers), len(layers)
 
     # ------------------------------------------------------------------------------------------------- inside
-    def _completed(self, results: list[tuple[ShadowLayer, Processed]]) -> None:
-        processed = [result for _, result in results]
+    def _completed(self, processed: list[Processed]) -> bool:
         if self.atomic == "model" and self.baseline == "live":
             self._processed += processed
-            return
+            return False
         exchange = self._exchange_of(processed)
         try:
             exchange.commit()
@@ -271,10 +269,7 @@ class WeightUpdate:
             if exchange.committed:
                 self._committed_bytes += exchange.nbytes
                 self._committed += [result.layer for result in processed]
-        for layer, _ in results:
-            for model in self._models:
-                if layer in model.shadow.layers:
-                    model.release(layer)
+        return True
 
     def _exchange_of(self, processed: list[Processed]) -> Exchange:
         scalars = [scalar for one in processed for scalar in one.scalars]
