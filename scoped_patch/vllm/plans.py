@@ -7,6 +7,7 @@ its copies alone as long as all that it can depend on is what it was; any other 
 
 from __future__ import annotations
 
+import operator
 import types
 import weakref
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ VIEWS = frozenset(
         _aten.view.default,
     }
 )
+_CONTAINERS = frozenset({list, dict, set})
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 Part = tuple[tuple[int, ...], tuple[int, ...], int] | None  # shape, stride and offset of a view, in elements; None: all
 Plan = list[tuple[Part, Part, Box]]  # (place in the parameter, place in the weight, what that covers)
@@ -125,18 +127,16 @@ class Books:
 
     def __init__(self, *holders: Any) -> None:
         self._holders = holders
-        self._before = self._now()
+        self._names, self._values, self._sizes = self._now()
 
-    def _now(self) -> list[tuple[str, Any, int]]:
-        items = (item for holder in self._holders for item in vars(holder).items())
-        return [(k, v, len(v) if isinstance(v, (list, dict, set)) else 0) for k, v in items]
+    def _now(self) -> tuple[list[str], list[Any], list[int]]:
+        names = [name for holder in self._holders for name in vars(holder)]
+        values = [value for holder in self._holders for value in vars(holder).values()]
+        return names, values, [len(v) for v in values if type(v) in _CONTAINERS]
 
     def same(self) -> bool:
-        now = self._now()
-        return len(now) == len(self._before) and all(
-            k == old_k and v is old and size == old_size
-            for (k, v, size), (old_k, old, old_size) in zip(now, self._before, strict=True)
-        )
+        names, values, sizes = self._now()
+        return names == self._names and sizes == self._sizes and all(map(operator.is_, values, self._values))
 
 
 def _plan_of(trace: list[tuple[Any, Any, Any]], real: torch.Tensor, weight: torch.Tensor, boxes: list[Box]) -> Plan | None:

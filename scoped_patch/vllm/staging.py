@@ -49,7 +49,7 @@ class StagedModel:
         with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameter classes answer every question in Python
             self.shadow = Shadow(site.model)
             for layer in self.shadow.layers:
-                found = reach(layer.live, self.shadow.tree).tensors
+                found = reach(layer.live, self.shadow.tree, numbers=False).tensors
                 self._addresses[layer] = {path: _address(tensor) for path, tensor in found.items()}
                 for path, tensor in found.items():
                     self._live.setdefault(storage_key(tensor), f"{layer.name}.{path}")
@@ -109,13 +109,13 @@ class StagedModel:
         plan = None if key is None else self._plans.get(layer, key)
         if plan is not None:
             run(plan, real, args[1])
-            self._note(staged, name, [(staged, box, False) for _, _, box in plan])
+            self._credit(staged, name, [box for _, _, box in plan])
             self._process_complete(staged)
             return None
         view = layer.shadow._parameters[attribute]
         before = real.clone() if staged.tied and staged.sources and name not in staged.sources else None
         self._call = []
-        books = Books(view, layer.shadow)
+        books = None if key is None else Books(view, layer.shadow)
         trace: list[Any] = []
         self._recorder.trace = trace
         try:
@@ -128,19 +128,21 @@ class StagedModel:
         if before is not None and not torch.equal(_raw(before), _raw(real)):
             first = next(iter(staged.sources))
             raise RejectedWeight(name, "tied", f"{name}: is tied to {first} in the live model, but arrived with other values")
-        if key is not None and out is None and books.same():
+        if key is not None and books is not None and out is None and books.same():
             self._plans.learn(layer, key, trace, (real, args[1]), [box for target, box, fill in writes if target is staged])
         self._process_complete(staged)
         return out
 
     def _note(self, staged: Staged, name: str, writes: list[tuple[Staged, Box, bool]]) -> None:
         copies = [box for target, box, fill in writes if target is staged and not fill]
-        boxes = staged.sources.setdefault(name, [])
-        for target, box, fill in writes:
-            # A fill before a copy is preparation; one beside it (vocabulary padding) is content.
-            if target is staged and not (fill and any(overlap(box, c) for c in copies)):
-                boxes.append(box)
-                staged.coverage.add(box)
+        # A fill before a copy is preparation; one beside it (vocabulary padding) is content.
+        own = [(box, fill) for target, box, fill in writes if target is staged]
+        self._credit(staged, name, [box for box, fill in own if not (fill and any(overlap(box, c) for c in copies))])
+
+    def _credit(self, staged: Staged, name: str, boxes: list[Box]) -> None:
+        staged.sources.setdefault(name, []).extend(boxes)
+        for box in boxes:
+            staged.coverage.add(box)
 
     def _wrote(self, key: int, view: torch.Tensor, fill: bool) -> None:
         staged = self._reals.get(key)
@@ -306,7 +308,7 @@ class StagedModel:
         with torch._C.DisableTorchFunctionSubclass():
             for layer, before in self._addresses.items():
                 if layer.processed:
-                    after = reach(layer.live, self.shadow.tree).tensors
+                    after = reach(layer.live, self.shadow.tree, numbers=False).tensors
                     count += sum(path not in after or _address(after[path]) != at for path, at in before.items())
         return count
 
