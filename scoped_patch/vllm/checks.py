@@ -66,8 +66,12 @@ def _check_spread(staged: Staged, values: torch.Tensor) -> None:
     """Fused layers keep one global scale: tell by how much the shards' own ones differ."""
     layer, name = staged.owners[0]
     per_expert = re.match(r"w\d", name) is not None  # w13: [experts, 2]; w2: [experts], nothing fused
-    shards = values if values.dim() == 2 else values[None] if not per_expert else values[:, None]
-    spread = float((shards.amax(1) / shards.amin(1)).max()) if shards.numel() else 1.0
+    if values.numel() <= 16 and values.dim() < 2:  # a dense layer's: done for every one, so in Python
+        shard = values.reshape(-1).tolist()
+        spread = max(shard) / min(shard) if shard and not per_expert else 1.0
+    else:
+        shards = values if values.dim() == 2 else values[None] if not per_expert else values[:, None]
+        spread = float((shards.amax(1) / shards.amin(1)).max()) if shards.numel() else 1.0
     if spread != 1.0:
         logger.warning(
             "%s: the shards of this fused layer have different global scales (factor %.4g); vLLM takes %s for all, "

@@ -41,8 +41,12 @@ class Reached:
     opaque: list[str] = field(default_factory=list)
 
 
-def reach(layer: torch.nn.Module, tree: Container[int]) -> Reached:
-    """Walk from `layer`, not into other modules of the model (`tree` holds the ids of all of them)."""
+def reach(layer: torch.nn.Module, tree: Container[int], numbers: bool = True) -> Reached:
+    """Walk from `layer`, not into other modules of the model (`tree` holds the ids of all of them).
+
+    Args:
+        numbers: fill in `scalars`, most of what there is.
+    """
     out = Reached()
     tensors, scalars, roles = out.tensors, out.scalars, _roles
     seen: set[int] = {id(layer)}
@@ -52,7 +56,7 @@ def reach(layer: torch.nn.Module, tree: Container[int]) -> Reached:
         for holder, before, after, items in groups:
             for key, value in items:
                 kind = roles.get(type(value)) or _role(type(value))
-                if kind == "leaf":
+                if kind == "leaf" or (kind == "scalar" and not numbers):
                     continue
                 path = f"{before}{key!r}]" if after == "]" else f"{before}{key}{after}"
                 if kind == "tensor":

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import UnsupportedLayer
 from .graph import storage_key
+from .plans import VIEWS
 
 _aten = torch.ops.aten
 _COPIES = frozenset({_aten.copy_.default})
@@ -48,6 +49,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._on_write = on_write
         self._redirect = redirect
         self._guarding = False
+        self.trace: list[tuple[Any, Any, Any]] | None = None  # (operator, arguments) of all but views, if anyone asks
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -63,6 +65,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         places = _written.get(func)
         if places is None:
             places = _written_arguments(func)
+        if self.trace is not None and func not in VIEWS:
+            self.trace.append((func, args, kwargs))
         if not places:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}

@@ -226,10 +226,17 @@ def _copied(kind: Any) -> bool:
     return issubclass(kind, torch.nn.Module) or "__new__" not in vars(kind)
 
 
-def _recorded(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], set[str]]:
+@functools.cache
+def _reload() -> tuple[Any, set[str], Any]:
     from vllm.model_executor.model_loader.reload import meta
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
 
+    return get_layerwise_info, set(meta.SKIP_TENSORS), layer_ref_sentinel
+
+
+def _recorded(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], set[str]]:
+    get_layerwise_info, never_recorded, _ = _reload()
     info = get_layerwise_info(module)
     if info.load_numel_total is not None:  # `can_load()`, or `can_process()` in 0.18
         raise UnsupportedError(
@@ -237,7 +244,7 @@ def _recorded(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[st
             "(`finalize_layerwise_reload`), then enter `reload_weights`."
         )
     params, buffers = info.restore_metadata
-    return dict(params), dict(buffers), set(meta.SKIP_TENSORS)
+    return dict(params), dict(buffers), never_recorded
 
 
 def _template_of_live(module: torch.nn.Module, name: str, live: torch.Tensor) -> torch.Tensor:
@@ -254,8 +261,7 @@ def _template_of_live(module: torch.nn.Module, name: str, live: torch.Tensor) ->
 
 def dress(tensor: torch.Tensor, template: torch.Tensor, owner: torch.nn.Module) -> None:
     """Give `tensor` the class and the attributes of `template`, its loaders bound to `owner`."""
-    from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
-
+    layer_ref_sentinel = _reload()[2]
     tensor.__class__ = template.__class__
     tensor.__dict__ = dict(template.__dict__)
     for key, value in tensor.__dict__.items():
@@ -298,10 +304,19 @@ def is_plain(method: Any) -> bool:
     return not is_method(method) or type(method).__name__.startswith("Unquantized")
 
 
+def is_kv_cache_method(method: Any) -> bool:
+    return _is_kv_cache_method(type(method))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_kv_cache_method(kind: Any) -> bool:
+    return any(of.__name__ == "BaseKVCacheMethod" for of in kind.__mro__)
+
+
 def why_optional(module: torch.nn.Module, name: str) -> str | None:
     """Parameters that vLLM creates and a checkpoint of this kind need not have."""
     method = getattr(module, "quant_method", None)
-    if any(kind.__name__ == "BaseKVCacheMethod" for kind in type(method).__mro__):
+    if is_kv_cache_method(method):
         return "KV-cache scales default to 1"
     if name.endswith("input_global_scale") and is_weight_only(method):
         return "a weight-only scheme reads no activation scale"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
 
 import torch
 
+from ..engine.errors import ScopedPatchError
 from .digest import Digest
 from .errors import RejectedWeight
 
@@ -97,3 +99,21 @@ class Source:
             if names:
                 return names[-1]
         return self.current or "?"
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """Turn a failure of the model's own loader into one that names the weight it failed on."""
+        try:
+            yield
+        except Exception as error:
+            if error is self.failure or isinstance(error, ScopedPatchError):
+                raise
+            name, text = self.current or "?", str(error)
+            if isinstance(error, AssertionError) or "size" in text or "shape" in text:
+                reason, what = "shape", "did not load"
+            elif name not in self.used:
+                reason, what = "unknown", "the model has no place for it"
+            else:
+                reason, what = "loader", "did not load"
+            text = text if len(text) < 300 else f"{text[:300]} ..."
+            raise RejectedWeight(name, reason, f"{name}: {what}: {type(error).__name__}: {text}") from error  # type: ignore[arg-type]

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..engine.errors import ScopedPatchError
 from .checks import check_use, check_values
 from .coverage import Box, box_of_view, overlap
 from .errors import RejectedWeight
 from .graph import reach, storage_key
 from .manifest import missing_by_layer
 from .pages import advise
+from .plans import Books, Plans, key_of, run
 from .process import Processed, processed_state
 from .recorder import Recorder
-from .shadow import Shadow, ShadowLayer, Staged, is_attention, is_method
+from .shadow import Shadow, ShadowLayer, Staged, is_attention, is_kv_cache_method, is_method
 from .source import Source
 from .target import Site
 
@@ -30,12 +30,11 @@ class StagedModel:
         site: the model and what is known of the engine around it.
         source: the update's stream.
         carry: take the unwritten part of a parameter from the live one where that keeps the checkpoint's format.
-        on_complete: called with the layers that have just been processed; layers that share a parameter come together.
+        on_complete: called with the layers that have just been processed (layers that share a parameter come together);
+            says whether it has committed them.
     """
 
-    def __init__(
-        self, site: Site, source: Source, *, carry: bool, on_complete: Callable[[list[tuple[ShadowLayer, Processed]]], None]
-    ) -> None:
+    def __init__(self, site: Site, source: Source, *, carry: bool, on_complete: Callable[[list[Processed]], bool]) -> None:
         self.site = site
         self.source = source
         self.carry = carry
@@ -50,11 +49,12 @@ class StagedModel:
         with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameter classes answer every question in Python
             self.shadow = Shadow(site.model)
             for layer in self.shadow.layers:
-                found = reach(layer.live, self.shadow.tree).tensors
+                found = reach(layer.live, self.shadow.tree, numbers=False).tensors
                 self._addresses[layer] = {path: _address(tensor) for path, tensor in found.items()}
                 for path, tensor in found.items():
                     self._live.setdefault(storage_key(tensor), f"{layer.name}.{path}")
                     self._hold.append(tensor)
+        self._plans = Plans()
         self._recorder = Recorder(self._live, self._wrote, self._redirect)
         for staged in self.staged():
             self._install_loaders(staged)
@@ -105,30 +105,44 @@ class StagedModel:
         if weight is not None and weight.is_floating_point() != staged.is_floating_point:
             raise RejectedWeight(name, "dtype", f"{name}: is {weight.dtype}, but {staged.label} holds {staged.dtype}")
         real = self._materialise(staged)
+        key = None if kwargs or weight is None or not (args[0] is face or args[0] is own) else key_of(staged, loader, args)
+        plan = None if key is None else self._plans.get(layer, key)
+        if plan is not None:
+            run(plan, real, args[1])
+            self._credit(staged, name, [box for _, _, box in plan])
+            self._process_complete(staged)
+            return None
         view = layer.shadow._parameters[attribute]
         before = real.clone() if staged.tied and staged.sources and name not in staged.sources else None
         self._call = []
+        books = None if key is None else Books(view, layer.shadow)
+        trace: list[Any] = []
+        self._recorder.trace = trace
         try:
             out = loader(*(view if a is face else a for a in args), **{k: view if v is face else v for k, v in kwargs.items()})
             writes = self._call
         finally:
-            self._call = None
+            self._call = self._recorder.trace = None
         self._note(staged, name, writes)
         check_use(staged, name, weight, [b for target, b, fill in writes if target is staged and not fill], self.site.tp_size)
         if before is not None and not torch.equal(_raw(before), _raw(real)):
             first = next(iter(staged.sources))
             raise RejectedWeight(name, "tied", f"{name}: is tied to {first} in the live model, but arrived with other values")
+        if key is not None and books is not None and out is None and books.same():
+            self._plans.learn(layer, key, trace, (real, args[1]), [box for target, box, fill in writes if target is staged])
         self._process_complete(staged)
         return out
 
     def _note(self, staged: Staged, name: str, writes: list[tuple[Staged, Box, bool]]) -> None:
         copies = [box for target, box, fill in writes if target is staged and not fill]
-        boxes = staged.sources.setdefault(name, [])
-        for target, box, fill in writes:
-            # A fill before a copy is preparation; one beside it (vocabulary padding) is content.
-            if target is staged and not (fill and any(overlap(box, c) for c in copies)):
-                boxes.append(box)
-                staged.coverage.add(box)
+        # A fill before a copy is preparation; one beside it (vocabulary padding) is content.
+        own = [(box, fill) for target, box, fill in writes if target is staged]
+        self._credit(staged, name, [box for box, fill in own if not (fill and any(overlap(box, c) for c in copies))])
+
+    def _credit(self, staged: Staged, name: str, boxes: list[Box]) -> None:
+        staged.sources.setdefault(name, []).extend(boxes)
+        for box in boxes:
+            staged.coverage.add(box)
 
     def _wrote(self, key: int, view: torch.Tensor, fill: bool) -> None:
         staged = self._reals.get(key)
@@ -160,8 +174,9 @@ class StagedModel:
             self._reals[storage_key(staged.real)] = staged
             with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
                 for (owner, attribute), face in zip(staged.owners, staged.faces, strict=True):
-                    view = torch.empty(0, dtype=staged.dtype, device=staged.real.device)
-                    view.set_(staged.real.untyped_storage(), 0, face.shape, face.stride())
+                    view = staged.real.data
+                    if face.stride() != staged.stride:
+                        view = view.as_strided(face.shape, face.stride()).data
                     view.__class__, view.__dict__ = face.__class__, dict(face.__dict__)
                     owner.shadow._parameters[attribute] = view  # type: ignore[assignment]
         return staged.real
@@ -177,7 +192,7 @@ class StagedModel:
         if self.carry and staged.carried is not None:
             with _disable_current_modes():
                 real.copy_(staged.carried.data)
-        elif staged.optional and any(k.__name__ == "BaseKVCacheMethod" for k in type(layer.method).__mro__):
+        elif staged.optional and is_kv_cache_method(layer.method):
             with _disable_current_modes():
                 self._default(layer, name, real)
         return real
@@ -196,7 +211,7 @@ class StagedModel:
         """Process the layers that `staged` made whole (None: look at all, for loaders that write directly)."""
         layers = self.shadow.layers if staged is None else [layer for layer, _ in staged.owners]
         for layer in layers:
-            if layer.touched and not layer.processed:
+            if not layer.processed and (staged is not None or layer.touched):
                 group = _tied_group(layer) if any(p.tied for p in layer.params.values()) else [layer]
                 if len(group) > 1 and not final:
                     continue  # another name may still write the same place, and must agree
@@ -210,7 +225,7 @@ class StagedModel:
         return all(p.coverage.complete() or (p.optional is not None and not p.sources) for p in layer.params.values())
 
     def _process(self, group: list[ShadowLayer]) -> None:
-        results = []
+        results: list[Processed] = []
         with _disable_current_modes(), torch.no_grad():
             for layer in group:
                 for name, staged in layer.params.items():
@@ -220,11 +235,13 @@ class StagedModel:
                 layer.processed = True
                 with self._recorder.guard(), self.site.context() if self.site.outside else contextlib.nullcontext():
                     self._run_processing(layer)
-                results.append((layer, processed_state(layer, self.shadow.tree)))
+                results.append(processed_state(layer, self.shadow.tree))
             for layer in group:
                 for staged in layer.params.values():
                     self._forget(staged)
-            self.on_complete(results)
+            if self.on_complete(results):
+                for layer in group:
+                    self._release(layer)
 
     def _forget(self, staged: Staged) -> None:
         """What was made of a parameter is kept elsewhere, and may be laid out anew: do not hold both."""
@@ -241,7 +258,7 @@ class StagedModel:
         if is_attention(layer.live):
             shadow.process_weights_after_loading(self.site.dtype)
 
-    def release(self, layer: ShadowLayer) -> None:
+    def _release(self, layer: ShadowLayer) -> None:
         """Forget a committed layer's staging: only its placeholders stay, for loaders that ask for them."""
         placeholders = {name: staged.face(layer, name) for name, staged in layer.params.items()}
         layer.shadow.__dict__ = {**layer.live.__dict__, "_parameters": placeholders}
@@ -250,7 +267,7 @@ class StagedModel:
     def _supply(self, layer: ShadowLayer, name: str, staged: Staged) -> None:
         """An optional parameter that did not come: any finite value does, since the scheme does not read it."""
         real = self._materialise(staged)
-        if not any(k.__name__ == "BaseKVCacheMethod" for k in type(layer.method).__mro__):
+        if not is_kv_cache_method(layer.method):
             real.data.fill_(1)
 
     def finish_tied(self) -> None:
@@ -291,7 +308,7 @@ class StagedModel:
         with torch._C.DisableTorchFunctionSubclass():
             for layer, before in self._addresses.items():
                 if layer.processed:
-                    after = reach(layer.live, self.shadow.tree).tensors
+                    after = reach(layer.live, self.shadow.tree, numbers=False).tensors
                     count += sum(path not in after or _address(after[path]) != at for path, at in before.items())
         return count
 
@@ -304,24 +321,6 @@ class StagedModel:
         self._reals.clear()
         self._addresses.clear()
         self._hold.clear()
-
-    @contextlib.contextmanager
-    def naming(self) -> Iterator[None]:
-        """Turn a failure of the model's own loader into one that names the weight it failed on."""
-        try:
-            yield
-        except Exception as error:
-            if error is self.source.failure or isinstance(error, ScopedPatchError):
-                raise
-            name, text = self.source.current or "?", str(error)
-            if isinstance(error, AssertionError) or "size" in text or "shape" in text:
-                reason, what = "shape", "did not load"
-            elif name not in self.source.used:
-                reason, what = "unknown", "the model has no place for it"
-            else:
-                reason, what = "loader", "did not load"
-            text = text if len(text) < 300 else f"{text[:300]} ..."
-            raise RejectedWeight(name, reason, f"{name}: {what}: {type(error).__name__}: {text}") from error  # type: ignore[arg-type]
 
 
 def _tied_group(layer: ShadowLayer) -> list[ShadowLayer]:

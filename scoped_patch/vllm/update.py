@@ -20,7 +20,6 @@ from .exchange import Exchange
 from .guard import GenerateGuard
 from .process import Processed
 from .report import ReloadReport, count_version, incomplete, weights_version
-from .shadow import ShadowLayer
 from .source import Source
 from .staging import StagedModel
 from .target import reset_runner, sites
@@ -121,7 +120,7 @@ class WeightUpdate:
         self._must_be("open")
         try:
             if len(self._models) == 1:
-                with self._models[0].naming():
+                with self._source.naming():
                     self._models[0].load(self._source.stream(iterator))
             else:
                 for pair in self._source.stream(iterator):
@@ -141,7 +140,7 @@ class WeightUpdate:
         errors: list[Exception] = []
         for model in self._models:
             try:
-                with model.naming():
+                with self._source.naming():
                     model.load(iter([pair]))
             except Exception as error:
                 if getattr(error, "reason", None) != "unknown":
@@ -166,13 +165,13 @@ class WeightUpdate:
             if absent:
                 missing["(expected names)"] = absent
         for model in self._models:
-            with model.naming():
+            with self._source.naming():
                 model.finish_tied()
             missing.update(model.missing(everything))
         if missing:
             raise incomplete(self._location, missing, self._source, self._committed, self.baseline == "discarded")
         for model in self._models:
-            with model.naming():
+            with self._source.naming():
                 if not everything:
                     model.settle()
                 model.finish_deferred()
@@ -259,11 +258,10 @@ class WeightUpdate:
         return sum(layer.processed for layer in layers), len(layers)
 
     # ------------------------------------------------------------------------------------------------- inside
-    def _completed(self, results: list[tuple[ShadowLayer, Processed]]) -> None:
-        processed = [result for _, result in results]
+    def _completed(self, processed: list[Processed]) -> bool:
         if self.atomic == "model" and self.baseline == "live":
             self._processed += processed
-            return
+            return False
         exchange = self._exchange_of(processed)
         try:
             exchange.commit()
@@ -271,10 +269,7 @@ class WeightUpdate:
             if exchange.committed:
                 self._committed_bytes += exchange.nbytes
                 self._committed += [result.layer for result in processed]
-        for layer, _ in results:
-            for model in self._models:
-                if layer in model.shadow.layers:
-                    model.release(layer)
+        return True
 
     def _exchange_of(self, processed: list[Processed]) -> Exchange:
         scalars = [scalar for one in processed for scalar in one.scalars]

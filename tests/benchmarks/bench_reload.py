@@ -37,6 +37,7 @@ from tests.vllm.support import checkpoints, engine  # noqa: I001  (sets the envi
 import torch
 
 from scoped_patch.vllm import reload_weights
+from scoped_patch.vllm.pages import advise
 
 
 class Resident:
@@ -107,9 +108,13 @@ def timed(run: Callable[[], None], cuda: bool) -> float:
 
 
 def copies(items: list[tuple[str, torch.Tensor]], live: list[torch.Tensor], together: bool) -> None:
-    """Staging and commit with nothing around them."""
+    """Staging and commit with nothing around them; memory for all of it is asked for as an update does."""
     if together:
-        torch._foreach_copy_(live, [t.clone() for _, t in items])
+        staged = [torch.empty_like(t) for _, t in items]
+        for (_, tensor), to in zip(items, staged, strict=True):
+            advise(to)
+            to.copy_(tensor)
+        torch._foreach_copy_(live, staged)
         return
     for (_, tensor), to in zip(items, live, strict=True):
         to.copy_(tensor.clone())

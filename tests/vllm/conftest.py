@@ -17,6 +17,7 @@ ENGINE_TESTS = {
     "test_target_classes.py",
     "test_layers.py",
     "test_memory.py",
+    "test_plans.py",
     "test_worker.py",
     "test_plugin.py",
     "test_docs.py",
