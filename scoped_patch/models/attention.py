@@ -14,13 +14,14 @@ from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..engine import MISSING
 from ..engine.adhoc import signature_of
 from ..engine.errors import UnsupportedError
 from .modules import walk
-from .sharding import shard_of_config
+from .sharding import SequenceShard, shard_of_config
 from .spec import describe, find_decoder, text_config
 from .unwrap import class_names
 
@@ -252,11 +253,24 @@ def mask_of_whole_sequence(name: str, prior: Any) -> Callable[..., Any]:
         # Looked up at the call: somebody may register another one while this is on.
         function = prior if prior is not MISSING else mask_registry()._global_mapping[name]
         shard = shard_of_config(kwargs.get("config"))
-        if shard is not None and shard.ranks > 1 and kwargs.get("q_length") == shard.size:
-            kwargs["q_length"] = kwargs["kv_length"] = shard.length
+        if shard is not None and shard.ranks > 1:
+            _say_whole_length(shard, kwargs)
         return function(*args, **kwargs)
 
     return whole_sequence_mask
+
+
+def _say_whole_length(shard: SequenceShard, kwargs: dict[str, Any]) -> None:
+    positions = kwargs.get("cache_position")
+    if positions is None:
+        if kwargs.get("q_length") == shard.size:
+            kwargs["q_length"] = kwargs["kv_length"] = shard.length
+        return
+    # Before transformers 5.4 a mask function is given where the queries stand [S / ranks] and not how many there are.
+    if len(positions) == shard.size:
+        kwargs["cache_position"] = positions = torch.arange(shard.length, device=positions.device)
+    if len(positions) == shard.length:
+        kwargs["kv_length"] = shard.length
 
 
 class ModuleView:

@@ -36,6 +36,7 @@ class SequenceShard:
         position_ids: whole, [B, S] or [axes, B, S], or None until it is known.
         attention_mask: whole, as given.
         targets: in a cut layout, this rank's aligned targets [B, size]; otherwise None.
+        loss_arguments: in a cut layout with labels, what makes a loss function return this rank's share.
         wants_local_hidden: who reads the decoder's output wants this rank's tokens, and gathers itself.
         attended: how often an attention of this call exchanged heads.
     """
@@ -60,6 +61,7 @@ class SequenceShard:
         self.attention_mask: Any = None
         self.cu_seqlens: Tensor | None = None
         self.targets: Tensor | None = None
+        self.loss_arguments: dict[str, Tensor] = {}
         self.wants_local_hidden = False
         self.attended = 0
         self.config: Any = None

@@ -179,7 +179,7 @@ class _Seam:
         assert self.vision.features is not None
         with _random_numbers_kept(embeds.device):
             features = getattr(self.vision.base, self.vision.features)(**blank)
-        reached = [x for x in _tensors(features) if x.requires_grad]
+        reached = list({id(x): x for x in _tensors(features) if x.requires_grad}.values())
         return _Tied.apply(embeds, *reached) if reached else embeds  # type: ignore[no-untyped-call]
 
 
@@ -215,7 +215,8 @@ def _tensors(x: Any) -> Iterator[Tensor]:
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, dict):
-        for value in x.values():
+        # An output class of transformers may have been given attributes that it does not declare, and so does not list.
+        for value in (*x.values(), *getattr(x, "__dict__", {}).values()):
             yield from _tensors(value)
     elif isinstance(x, (list, tuple)):
         for value in x:

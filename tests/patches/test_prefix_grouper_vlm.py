@@ -99,6 +99,22 @@ def test_position_ids_of_three_and_four_axes(name):
         torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
 
 
+def test_a_temporal_axis_that_goes_down_after_a_long_video_is_no_restart():
+    model, groups = build("qwen2_vl"), image_groups()
+    batch = dict(groups.batch)
+    grids, types, mask = (batch[name] for name in ("image_grid_thw", "mm_token_type_ids", "attention_mask"))
+    ids, _ = model.model.get_rope_index(batch["input_ids"], image_grid_thw=grids, mm_token_type_ids=types, attention_mask=mask)
+    batch["position_ids"] = ids.clone()
+    batch["position_ids"][0] += 10 * types
+    wanted = unpatched(model, batch).log_probs
+    with patched(model, prefix_grouper=True, fused="torch"):
+        found = model(**batch, group_ids=groups.group_ids).log_probs
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+    batch["position_ids"][:, :, 9:] -= batch["position_ids"][:, :, 9:10]
+    with patched(model, prefix_grouper=True), pytest.raises(BadOptionError, match="position_ids restart within a row"):
+        model(**batch, group_ids=groups.group_ids)
+
+
 @pytest.mark.parametrize("name", REQUIRED)
 def test_batches_without_images(name):
     assert_equal_to_unpatched(build(name), text_groups())

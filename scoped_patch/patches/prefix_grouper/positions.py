@@ -47,15 +47,18 @@ def relative_positions(position_ids: Tensor, tokens: RealTokens) -> Tensor:
     """Counted from each row's first real token: rows may be padded, and so counted, differently.
 
     Raises:
-        BadOptionError: a row counts backwards, so that it holds several packed samples.
+        BadOptionError: a row counts backwards (all axes of it: the temporal one alone goes down after a long video), so that
+            it holds several packed samples.
     """
     first = tokens.first.to(position_ids.device)[:, None]
     relative = position_ids - position_ids.gather(-1, first.expand(*position_ids.shape[:-1], 1))
     aligned = tokens.aligned(relative, relative.ndim - 2)
-    lead = aligned if aligned.ndim == 2 else aligned[0]
-    lengths = torch.tensor(tokens.lengths, device=lead.device)[:, None]
-    inside = torch.arange(1, lead.shape[1], device=lead.device) < lengths
-    if bool(((lead[:, 1:] < lead[:, :-1]) & inside).any()):
+    axes = aligned if aligned.ndim == 3 else aligned[None]
+    if len(axes) == 4:
+        axes = axes[:1]  # the text's
+    lengths = torch.tensor(tokens.lengths, device=axes.device)[:, None]
+    inside = torch.arange(1, axes.shape[-1], device=axes.device) < lengths
+    if bool(((axes[..., 1:] < axes[..., :-1]).all(0) & inside).any()):
         raise BadOptionError(
             "prefix_grouper: position_ids restart within a row, so a row holds several samples. Give one sample per row, or "
             "the packed layout with cu_seqlens and one group id per segment"

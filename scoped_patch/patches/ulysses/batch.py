@@ -109,7 +109,7 @@ def learn_of_others(shard: SequenceShard, kwargs: dict[str, Any]) -> None:
     assert targets is not None
     shard.targets = targets.narrow(1, shard.rank * size, size).contiguous()
     if kwargs.get("labels") is not None:
-        _share_of_loss(kwargs, _count(targets), shard.targets)
+        _share_of_loss(shard, kwargs, _count(targets))
 
 
 def cut_targets(shard: SequenceShard, kwargs: dict[str, Any]) -> None:
@@ -119,26 +119,27 @@ def cut_targets(shard: SequenceShard, kwargs: dict[str, Any]) -> None:
         shard.targets = kwargs["shift_labels"] = given.contiguous()
         if kwargs.get("labels") is not None:
             count = _count(given)
-            _share_of_loss(kwargs, count if shard.group is None else all_reduce_sum(count, shard.group), shard.targets)
+            _share_of_loss(shard, kwargs, count if shard.group is None else all_reduce_sum(count, shard.group))
         return
     whole = aligned_targets(kwargs)
     if whole is None:
         return
     shard.targets = shard.cut(whole, 1, IGNORE_INDEX).contiguous()  # losses take it flat
     if kwargs.get("labels") is not None:
-        _share_of_loss(kwargs, _count(whole), shard.targets)
+        _share_of_loss(shard, kwargs, _count(whole))
 
 
 def _count(targets: Tensor) -> Tensor:
     return (targets != IGNORE_INDEX).sum()
 
 
-def _share_of_loss(kwargs: dict[str, Any], count: Tensor, mine: Tensor) -> None:
+def _share_of_loss(shard: SequenceShard, kwargs: dict[str, Any], count: Tensor) -> None:
     """The loss becomes this rank's sum over the count of all ranks, so that the shares add up to one process's mean."""
-    kwargs["shift_labels"] = mine
-    kwargs["labels"] = mine  # models ask whether there are labels, and use the shifted ones
+    kwargs["shift_labels"] = shard.targets
+    kwargs["labels"] = shard.targets  # models ask whether there are labels, and use the shifted ones
     if kwargs.get("num_items_in_batch") is None:
         kwargs["num_items_in_batch"] = count.clamp(min=1)
+    shard.loss_arguments = {name: kwargs[name] for name in ("shift_labels", "num_items_in_batch")}
 
 
 def _check_cut(name: str, x: Tensor, shard: SequenceShard) -> None:

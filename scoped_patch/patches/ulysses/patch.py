@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...engine import Edit, Patch, Session, Support, attribute_slot, item_slot
+from ...engine import MISSING, Edit, Patch, Session, Support, attribute_slot, item_slot
 from ...engine.errors import BadOptionError, ScopedPatchError, SeamNotReachedError
 from ...models.attention import (
     MixingLayer,
@@ -204,6 +204,16 @@ class Ulysses(Patch):
                 name="ulysses_model_forward",
                 reason="say how the call is spread",
                 to=f"inputs {self.inputs}, gradients for a {self.grad_reduction}",
+                **common,
+            )
+        if self.inputs == "sharded" and not seam.own_loss:
+            yield Edit(
+                attribute_slot(model, "_loss_function", f"{type(model).__name__}._loss_function"),
+                lambda prior: seam.loss_function(getattr(model, "loss_function", None) if prior is MISSING else prior),
+                "wrap",
+                "the loss of a cut sequence",
+                commutes=True,
+                to="the same function, told this rank's targets and the count of all",
                 **common,
             )
         if hasattr(model, "generate"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -277,7 +278,19 @@ class Seam:
         shard.attended += 1
         return attend(shard, module, config, query, key, value, attention_mask, kwargs)
 
-    # ------------------------------------------------------------------------------------------------- generate
+    # ------------------------------------------------------------------------------------------------- loss, generate
+    def loss_function(self, own: Any) -> Callable[..., Any]:
+        """The model's own, told this rank's share: up to transformers 5.10 some vision models hand on their labels only."""
+
+        @functools.wraps(own)
+        def spread_loss_function(*args: Any, **kwargs: Any) -> Any:
+            shard = active_shard(self.model)
+            if shard is not None:
+                kwargs = {**kwargs, **shard.loss_arguments}
+            return own(*args, **kwargs)
+
+        return spread_loss_function
+
     def generate(self, prior: Callable[..., Any]) -> Callable[..., Any]:
         def unsharded_generate(*args: Any, **kwargs: Any) -> Any:
             self.pass_through += 1
