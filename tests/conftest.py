@@ -25,19 +25,35 @@ os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="hf_modules")
 
 import torch
 
+from tests.support import versions
+
 torch.set_num_threads(1)
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    versions.left_out.clear()
+    return (yield from _skipping_what_is_not_there(item))
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """On other versions of transformers (`make test-matrix`), tests of a family that a version does not have are skipped."""
+    return (yield from _skipping_what_is_not_there(item))
+
+
+def _skipping_what_is_not_there(item: pytest.Item) -> Iterator[None]:
+    """On other versions of transformers (`make test-matrix`), what needs more than a version has is skipped and counted."""
     try:
         return (yield)
-    except ImportError as error:
-        if "SCOPED_PATCH_MATRIX" in os.environ and "transformers.models" in str(error):
-            pytest.skip(f"not in this transformers: {error}")
-        raise
+    except Exception as error:
+        if (missing := versions.absence(error)) is None:
+            raise
+        versions.left_out.clear()  # all of it is
+        pytest.skip(f"not in this transformers: {missing}")
+    finally:
+        item.user_properties.extend(("not in this transformers", what) for what in versions.left_out)
+        versions.left_out.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from tests.version_matrix import MARKS, RESOLVED_ONLY, VERSIONS, Outcome, table, write
+import json
+from dataclasses import asdict
 
-OUTCOMES = [Outcome("5.3.0", True, 40, 2, 3, ("tests.a::b",)), Outcome("5.4.0", False), Outcome("5.24.0", True, 45, 0, 0)]
+import pytest
+
+from tests.version_matrix import MARKS, RESOLVED_ONLY, VERSIONS, Outcome, kept, table, write
+
+OUTCOMES = [Outcome("5.3.0", True, 40, 2, 3, 1, ("tests.a::b",)), Outcome("5.4.0", False), Outcome("5.24.0", True, 45, 0)]
 
 
 def test_a_row_for_each_version():
     lines = table(OUTCOMES).splitlines()
-    assert lines[2] == "| 5.3.0 | all found | 40 passed, 2 failed | 3 skipped: family not in this version |"
+    assert lines[2] == "| 5.3.0 | all found | 40 passed, 2 failed | 3 tests and parts of 1 more skipped: not in this version |"
     assert lines[3] == "| 5.4.0 | some missing | not run |  |"
     assert lines[4] == "| 5.24.0 | all found | 45 passed |  |"
 
@@ -24,6 +29,15 @@ def test_it_goes_between_its_marks_each_time(tmp_path):
     assert "| new |" in text
     assert "| old |" not in text
     assert text.index("text") < text.index(MARKS[0]) < text.index("## Try it")
+
+
+def test_what_came_of_a_run_whole_is_kept_and_what_is_not_there_is_said(tmp_path):
+    home = tmp_path / "transformers-5.3.0"
+    home.mkdir()
+    with pytest.raises(SystemExit, match=r"no whole run of 5\.3\.0 was kept"):
+        kept(tmp_path, "5.3.0")
+    (home / "outcome.json").write_text(json.dumps(asdict(OUTCOMES[0])))
+    assert kept(tmp_path, "5.3.0") == OUTCOMES[0]
 
 
 def test_versions_are_in_order_and_named_once():

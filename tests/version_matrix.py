@@ -4,14 +4,17 @@
     make test-matrix
     python tests/version_matrix.py 5.3.0 5.24.0        # only these
     python tests/version_matrix.py --write             # and put the table into README.md
+    python tests/version_matrix.py --kept --write      # of runs that were made before, one by one; nothing is run
 
 An environment holds transformers and what that version wants of its own; torch and all else come from the environment that
-this runs in. Tests of a family that a version does not have are skipped there, and counted.
+this runs in. What came of each run whole is kept beside it, with the commit it was made on. What a version does not have is
+skipped there, and counted: whole tests, and parts of tests that go on without it (`tests/support/versions.py`).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -19,7 +22,7 @@ import sys
 import sysconfig
 import venv
 import xml.etree.ElementTree as ElementTree
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -33,6 +36,8 @@ TESTS = (
     "tests/test_compose.py",
     "tests/test_guarantees.py",
 )
+#: how a reason to skip begins, and a property of tests that ran without a part
+ABSENT = "not in this transformers"
 MARKS = ("<!-- versions: made by tests/version_matrix.py -->", "<!-- versions end -->")
 
 
@@ -44,14 +49,18 @@ class Outcome:
     resolved: bool
     passed: int | None = None
     failed: int | None = None
-    absent: int | None = None
+    absent: int = 0
+    parts: int = 0
     names: tuple[str, ...] = ()
+    commit: str = ""
 
     def cells(self) -> tuple[str, ...]:
         tests = (
             "not run" if self.passed is None else f"{self.passed} passed" + (f", {self.failed} failed" if self.failed else "")
         )
-        absent = "" if not self.absent else f"{self.absent} skipped: family not in this version"
+        counts = [f"{self.absent} tests"] if self.absent else []
+        counts += [f"parts of {self.parts} more"] if self.parts else []
+        absent = f"{' and '.join(counts)} skipped: not in this version" if counts else ""
         return (self.version, "all found" if self.resolved else "some missing", tests, absent)
 
 
@@ -86,11 +95,35 @@ def run(python: Path, version: str, tests: tuple[str, ...], workers: int) -> Out
     cases = list(ElementTree.parse(report).getroot().iter("testcase"))
     bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = [case.find("skipped") for case in cases]
-    outcome.absent = sum(one is not None and "not in this transformers" in (one.get("message") or "") for one in skipped)
+    outcome.absent = sum(one is not None and ABSENT in (one.get("message") or "") for one in skipped)
+    outcome.parts = sum(any(p.get("name") == ABSENT for p in case.iter("property")) for case in cases)
     outcome.failed = len(bad)
     outcome.passed = len(cases) - len(bad) - sum(one is not None for one in skipped)
     outcome.names = tuple(f"{case.get('classname')}::{case.get('name')}" for case in bad)
+    outcome.commit = _commit()
+    if tests == TESTS:
+        _kept(python).write_text(json.dumps(asdict(outcome), indent=1))
     return outcome
+
+
+def _kept(python: Path) -> Path:
+    return python.parents[1] / "outcome.json"
+
+
+def kept(folder: Path, version: str) -> Outcome:
+    """What came of the last run whole of a version."""
+    file = _kept(folder / f"transformers-{version}" / "bin" / "python")
+    if not file.exists():
+        raise SystemExit(f"no whole run of {version} was kept in {folder}: run `python tests/version_matrix.py {version}`")
+    outcome = Outcome(**json.loads(file.read_text()))
+    outcome.names = tuple(outcome.names)
+    return outcome
+
+
+def _commit() -> str:
+    """What was run, with a plus where files differ from it; empty where there is no git."""
+    found = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True)
+    return found.stdout.strip()
 
 
 def table(outcomes: list[Outcome]) -> str:
@@ -117,6 +150,7 @@ def main() -> int:
     parser.add_argument("--tests", nargs="*", default=list(TESTS), help="what to run")
     parser.add_argument("--folder", type=Path, default=ROOT / ".venvs", help="where the environments are kept")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--kept", action="store_true", help="take what came of earlier runs instead of running tests")
     parser.add_argument("--write", action="store_true", help="put the table into README.md")
     options = parser.parse_args()
     wanted = [(version, tuple(options.tests)) for version in options.versions or VERSIONS]
@@ -124,10 +158,15 @@ def main() -> int:
         wanted += [(version, ()) for version in RESOLVED_ONLY]
     outcomes = []
     for version, tests in wanted:
-        outcomes.append(run(environment(options.folder, version), version, tests, options.workers))
+        if options.kept and tests:
+            outcomes.append(kept(options.folder, version))
+        else:
+            outcomes.append(run(environment(options.folder, version), version, tests, options.workers))
     outcomes.sort(key=lambda outcome: tuple(map(int, outcome.version.split("."))))
     sys.stdout.write(table(outcomes) + "\n")
     for outcome in outcomes:
+        if outcome.commit:
+            sys.stdout.write(f"{outcome.version}: run on {outcome.commit}\n")
         for name in outcome.names:
             sys.stdout.write(f"{outcome.version}: {name}\n")
     if options.write:

@@ -170,7 +170,7 @@ def test_ungrouped_calls_and_generation_use_the_models_own_attention(attn):
         assert torch.equal(model(input_ids=prompt[:1]).logits, plain)
         inside = model(input_ids=prompt, use_cache=True)
         assert torch.equal(inside.logits, cached.logits)
-        assert inside.cache is not None
+        assert inside.get("cache", inside.get("past_key_values")) is not None  # the older name of it
         mask = torch.ones_like(prompt)
         assert torch.equal(model.generate(prompt, attention_mask=mask, max_new_tokens=6, do_sample=False), text)
         assert torch.equal(model.generate(prompt, attention_mask=mask, max_new_tokens=4, num_beams=2), beams)

@@ -408,6 +408,7 @@ def test_a_block_that_returns_a_tuple(model: nn.Module) -> None:
             super().__init__()
             self.mlp = Pair(layer.mlp)
             self.layer = [layer]
+            self.attention_type = getattr(layer, "attention_type", None)  # which the model asks for
 
         def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
             mixed, flat = self.mlp(hidden_states)

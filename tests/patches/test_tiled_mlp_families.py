@@ -14,6 +14,7 @@ from scoped_patch import TiledMLP, UnsupportedError, patched
 from scoped_patch.models.feed_forward import find_feed_forwards
 from scoped_patch.models.vision import find_vision
 from scoped_patch.patches.tiled_mlp import _Tiled
+from tests.support import versions
 from tests.support.models import gpt2, token_ids
 from tests.support.scores import assert_gradients, take_gradients
 from tests.tiny_models import BUILDERS, VLMS, build, text_decoder
@@ -57,19 +58,47 @@ def step(model: nn.Module, batch: dict[str, Any]) -> tuple[Any, dict[str, Tensor
     return out, take_gradients(model)
 
 
-def assert_equal_runs(model: nn.Module, batch: dict[str, Any], tiles: int, *, gradient: float = 1e-5) -> Any:
+def assert_equal_runs(model: nn.Module, batch: dict[str, Any], tiles: int) -> Any:
+    exact = copy.deepcopy(model)
     wanted, right = step(model, batch)
     with patched(model, tiled_mlp=tiles) as scope:
         out, found = step(model, batch)
     assert (out.loss - wanted.loss).abs() <= 1e-6 * wanted.loss.abs()
     assert (out.logits - wanted.logits).abs().max() <= 1e-6 * wanted.logits.abs().max()
+    off = relative_errors(found, right)
+    assert max(off.values()) <= 1e-4, off
+    if max(off.values()) > 1e-5:
+        # Some gradients (of a number that scales a whole layer, say) are small sums of large terms.
+        if "set_experts_implementation" in dir(exact):
+            exact.set_experts_implementation("eager")  # the grouped product takes no float64
+        exact.double()
+        batch = {name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in batch.items()}
+        _, right = step(exact, batch)
+        with patched(exact, tiled_mlp=tiles):
+            _, found = step(exact, batch)
+        off = relative_errors(found, right)
+        assert max(off.values()) <= 1e-5, off
+    return scope, wanted, out
+
+
+def relative_errors(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
+    """By parameter. A gradient that is zero but for rounding is measured against the largest of all."""
     assert found.keys() == right.keys()
     largest = max(float(g.abs().max()) for g in right.values())
-    for name, theirs in right.items():
-        # A gradient that is zero but for rounding is measured against the largest of all.
-        scale = max(float(theirs.abs().max()), 1e-3 * largest)
-        assert float((found[name] - theirs).abs().max()) <= gradient * scale, name
-    return scope, wanted, out
+    return {n: float((found[n] - g).abs().max()) / max(float(g.abs().max()), 1e-3 * largest) for n, g in right.items()}
+
+
+def gives_router_logits(model: nn.Module, batch: dict[str, Any]) -> bool:
+    """Can the unpatched model return them beside a loss? Where it cannot, the rest is tested without."""
+    try:
+        with torch.no_grad():
+            given = getattr(model(**batch, output_router_logits=True), "router_logits", None)
+    except AttributeError as error:  # it reads an option that its config does not have
+        versions.leave_out(f"router logits of {type(model).__name__}: {error}")
+        return False
+    if given is None:
+        versions.leave_out(f"router logits of {type(model).__name__}")
+    return given is not None
 
 
 @pytest.mark.parametrize("family", BUILDERS)
@@ -77,12 +106,13 @@ def test_every_family(family: str) -> None:
     model, batch = drawn(family)
     kinds = [place.kind for place in find_feed_forwards(model).places]
     assert kinds == PLACES.get(family, ["dense", "dense"])
-    if family in MIXTURES:
+    routers = family in MIXTURES and gives_router_logits(model, batch)
+    if routers:
         batch["output_router_logits"] = True
     scope, wanted, out = assert_equal_runs(model, batch, tiles=5)
     calls = [record.calls for record in scope.records if not record.edit.hidden and record.patch == "tiled_mlp"]
     assert calls == [1] * len(kinds)
-    if family in MIXTURES:
+    if routers:
         assert len(out.router_logits) == len(wanted.router_logits) > 0
         for ours, theirs in zip(out.router_logits, wanted.router_logits, strict=True):
             assert ours.shape == theirs.shape
@@ -160,7 +190,10 @@ def test_several_rows_and_odd_lengths(family: str, rows: int, length: int, tiles
 def test_routers_run_once_per_layer_and_carry_the_aux_loss(family: str) -> None:
     model, batch = drawn(family)
     ids = token_ids(2, 11)
-    batch |= {"input_ids": ids, "labels": ids, "output_router_logits": True}
+    batch |= {"input_ids": ids, "labels": ids}
+    if not gives_router_logits(model, batch):
+        raise versions.NotInThisTransformersError(f"router logits of {type(model).__name__}")
+    batch["output_router_logits"] = True
     routers = [m for n, m in text_decoder(model).named_modules() if n.endswith((".gate", ".router"))]
     calls: list[int] = []
     handles = [router.register_forward_hook(lambda *_: calls.append(1)) for router in routers]

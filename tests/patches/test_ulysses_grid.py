@@ -12,6 +12,7 @@ import pytest
 from tests.support.ranks import spawn
 from tests.support.ulysses import run_cases
 from tests.support.ulysses_cases import FAMILIES, NO_SDPA, RECURRENT, Case, break_the_exchange, pairwise, possible
+from tests.support.versions import present
 
 AXES = {
     "ranks": (2, 4),
@@ -33,7 +34,8 @@ def _failures(ranks: int, cases: list[Case], timeout: float) -> list[str]:
 
 @pytest.mark.parametrize("ranks", AXES["ranks"])
 def test_every_pair_of_settings_equals_one_process(ranks):
-    cases = [case for case in pairwise(AXES, Case("llama")) if case.ranks == ranks]
+    axes = {**AXES, "family": present(FAMILIES + RECURRENT)}
+    cases = [case for case in pairwise(axes, Case("llama")) if case.ranks == ranks]
     assert len(cases) > 20
     failures = _failures(ranks, cases, timeout=280)
     assert not failures, "\n".join(failures)

@@ -17,6 +17,7 @@ from tests.support.checks import run_checks
 from tests.support.ranks import spawn
 from tests.support.scores import reference, shifted
 from tests.support.ulysses import reduced_gradients, take
+from tests.support.versions import present
 from tests.tiny_models import build
 
 
@@ -307,7 +308,7 @@ def check_nothing_of_the_whole_sequence_is_kept(rank: int, world: int) -> None:
     """Inside the layers there is no [B, S, H] tensor, and no [S, S] mask where the implementation can do without."""
     length = 61
     ids = torch.randint(3, 100, (1, length))
-    for family in ("llama", "gemma4_text"):
+    for family in present(("llama", "gemma4_text")):
         model, _ = build(family, sliding_window=512)
         found: list[list[int]] = []
 

@@ -24,6 +24,7 @@ from tests.support.vlm import (
     Image,
     compare,
     enable_checkpointing,
+    has_routers,
     make_batch,
     position_ids,
     tolerance,
@@ -253,13 +254,14 @@ def check_hidden_states_and_router_logits_are_whole(rank: int, world: int) -> No
     for family in (*ROUTERS, "kimi_vl"):
         model, _ = build(family)
         batch = make_batch(family, CONTENTS["images"])
-        extra = {"output_hidden_states": True} | ({"output_router_logits": True} if family in ROUTERS else {})
+        routed = has_routers(family, model)
+        extra = {"output_hidden_states": True} | ({"output_router_logits": True} if routed else {})
         with torch.no_grad():
             wanted = model(**batch, use_cache=False, **extra)
             with patched(model, sp=world):
                 found = model(**batch, **extra)
         states = list(zip(found.hidden_states, wanted.hidden_states, strict=True))
-        routers = list(zip(found.router_logits, wanted.router_logits, strict=True)) if family in ROUTERS else []
+        routers = list(zip(found.router_logits, wanted.router_logits, strict=True)) if routed else []
         assert len(states) == 3
         for ours, theirs in states + routers:
             assert ours.shape == theirs.shape, family
@@ -293,6 +295,24 @@ def check_shard_leaves_a_models_own_arguments_whole(rank: int, world: int) -> No
         logits = model(**batch, position_ids=extra["position_ids"], use_cache=False).logits
         wanted = reference(logits, extra["shift_labels"], extra["temperature"]).log_probs
         assert relative(whole, wanted) <= 1e-4
+
+
+class _HandsOnLabelsOnly:
+    """As forwards of vision models were before transformers 5.17: their loss is not told of `shift_labels` and such."""
+
+    def forward(self: Any, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        out = super().forward(input_ids=input_ids, **kwargs)  # type: ignore[misc]
+        if labels is not None:
+            out.loss = self.loss_function(logits=out.logits, labels=labels, vocab_size=self.config.text_config.vocab_size)
+        return out
+
+
+def check_the_loss_of_a_cut_layout_where_the_model_hands_on_labels_only(rank: int, world: int) -> None:
+    for call in ("sharded", "sharded_fused"):
+        model, _ = build("qwen2_vl")
+        model.__class__ = type("HandsOnLabelsOnly", (_HandsOnLabelsOnly, type(model)), {})
+        batch = make_batch("qwen2_vl", CONTENTS["images"], "left")
+        compare(model, batch, Case("qwen2_vl", batch=2, call=call, ranks=world), world, rank)
 
 
 CHECKS = [name for name in dir() if name.startswith("check_")]

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.ranks import spawn
 from tests.support.ulysses_cases import break_the_exchange, pairwise
+from tests.support.versions import failures_of, present
 from tests.support.vlm import CONTENTS, FAMILIES, Case, possible, product, run_cases
 
 AXES = {
@@ -26,12 +27,13 @@ AXES = {
 
 
 def _failures(ranks: int, cases: list[Case], timeout: float) -> list[str]:
-    return [line for lines in spawn(ranks, run_cases, cases, timeout=timeout) for line in lines]
+    return failures_of(line for lines in spawn(ranks, run_cases, cases, timeout=timeout) for line in lines)
 
 
 @pytest.mark.parametrize("ranks", AXES["ranks"])
 def test_every_pair_of_settings_equals_one_process(ranks):
-    cases = [case for case in pairwise(AXES, Case("qwen2_vl"), possible) if case.ranks == ranks]
+    axes = {**AXES, "family": present(FAMILIES)}
+    cases = [case for case in pairwise(axes, Case("qwen2_vl"), possible) if case.ranks == ranks]
     assert len(cases) > 20
     failures = _failures(ranks, cases, timeout=280)
     assert not failures, "\n".join(failures)

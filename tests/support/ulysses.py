@@ -6,7 +6,7 @@ import contextlib
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,10 +61,30 @@ def _run_case(case: Case, rank: int, world: int, dtype: torch.dtype, **options: 
     model, _ = build(case.family, attn="eager" if case.attention == "flash" else case.attention)
     model.to(case.device, dtype)
     with contextlib.ExitStack() as stack:
+        if case.attention == "eager" and dtype == torch.float64:
+            stack.enter_context(_masks_for_float32())
         if case.attention == "flash":
             fake_flash.use_flash(model)
             stack.enter_context(fake_flash.installed())
         return _compare(case, model, rank, world, **options)
+
+
+@contextlib.contextmanager
+def _masks_for_float32() -> Iterator[None]:
+    """Eager attention takes its softmax in float32, where the least float64 is -inf, and rows that are all masked are NaN."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as registry
+
+    own = registry["eager"]
+
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        mask = own(*args, **kwargs)
+        return None if mask is None else mask.clamp(min=torch.finfo(torch.float32).min)
+
+    registry["eager"] = bounded
+    try:
+        yield
+    finally:
+        del registry["eager"]
 
 
 @dataclass
