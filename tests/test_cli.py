@@ -193,6 +193,16 @@ def test_a_reader_that_has_seen_enough_is_no_error():
         assert (process.wait(120), errors) == (OK, b"")
 
 
+def test_the_program_ends_at_once_but_runs_what_was_registered_to_run_at_the_end():
+    code = "import atexit, sys; from scoped_patch.__main__ import program\n"
+    code += "atexit.register(lambda: print('registered')); sys.argv[1:] = ['explain']\n"
+    code += "try: program()\nfinally: print('never')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (USAGE, "registered\n")
+    assert done.stderr.startswith("scoped-patch: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.slow
 def test_it_costs_little_more_than_importing_the_model():
     """Seconds of processor time, since a machine may be busy: ours against a bare import of what has to be imported."""
@@ -204,7 +214,7 @@ def test_it_costs_little_more_than_importing_the_model():
 
     bare = seconds("-c", "import torch, transformers; transformers.Qwen3ForCausalLM")
     ours = seconds("-m", "scoped_patch", "explain", "qwen3", "--fused", "triton", "--tiled-mlp", "8")
-    assert ours < 1.5 * bare + 1.0, f"{ours:.1f} s, a bare import {bare:.1f} s"
+    assert ours < 1.25 * bare, f"{ours:.1f} s, a bare import {bare:.1f} s"
 
 
 def test_doctor_finds_everything_here(capsys):
