@@ -41,6 +41,11 @@ def test_the_kernels_on_a_few_cases():
 
 
 @needs_no_gpu
+def test_a_second_linear_term_and_a_vocabulary_over_two_ranks():
+    run("(second_linear_term and (eh or ew)) or vocab_parallel")
+
+
+@needs_no_gpu
 @pytest.mark.slow
 def test_the_kernels_on_the_whole_grid():
     run("test")
