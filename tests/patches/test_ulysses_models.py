@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ WORK: dict[str, dict[str, Any]] = {
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Llama4Text": (
-        {**_LLAMA4, "attn_temperature_tuning": True},
+        {**_LLAMA4, "attn_temperature_tuning": True, "floor_scale": 4},
         "Llama4TextAttention that looks at where tokens stand.*arange",
     ),
     "DeepseekV32": ({}, "layers of kind indexed_attention"),
@@ -104,6 +105,10 @@ def check_multimodal_models(rank: int, world: int) -> None:
 def check_what_is_not_known_is_refused_by_name(rank: int, world: int) -> None:
     for kind, (options, text) in REFUSED.items():
         model = _build(kind, options)
+        if kind == "Llama4Text" and "cache_position" in inspect.signature(model.model.layers[0].self_attn.forward).parameters:
+            # Before transformers 5.4 it does not look where tokens stand in its own input, but is told.
+            _compare(model, {"input_ids": IDS, "labels": IDS}, world, kind)
+            continue
         before = snapshot(model)
         with pytest.raises(UnsupportedError, match=f"ulysses: .*{text}"):
             patched(model, sp=world).apply()

@@ -150,6 +150,17 @@ def _check_cut(name: str, x: Tensor, shard: SequenceShard) -> None:
         )
 
 
+def cut_cache_position(shard: SequenceShard, positions: Tensor) -> Tensor:
+    """Where this rank's tokens stand in the whole sequence, [size], for layers that scale by it (up to transformers 5.3).
+
+    A decoder counts the tokens that it sees, and so begins at 0 on every rank; a caller may have given the whole [S].
+    """
+    if len(positions) == shard.size:
+        start = shard.rank * shard.size
+        return torch.arange(start, start + shard.size, device=positions.device).clamp(max=shard.length - 1)
+    return shard.cut_once(positions, 0) if len(positions) == shard.length else positions
+
+
 def cut_rotary(shard: SequenceShard, value: Any) -> Any:
     """(cos, sin) [.., S, D], one tensor, or a dict of such: this rank's rows."""
     if isinstance(value, Tensor):

@@ -19,7 +19,7 @@ from ...models.sharding import SequenceShard, active_shard, announce, resumed_sh
 from ...models.spec import describe, forward_names, is_multimodal
 from ...ops.sequence_parallel import begin_step, report_failure
 from .attention import SHARD, attend, attend_whole, mix, no_shard
-from .batch import check_whole, cut_rotary, cut_targets, cut_visual_rows, learn_of_others, sequence_length
+from .batch import check_whole, cut_cache_position, cut_rotary, cut_targets, cut_visual_rows, learn_of_others, sequence_length
 from .groups import existing, resolve
 from .outputs import finish, gather_outputs
 
@@ -204,6 +204,8 @@ class Seam:
                 for name, value in kwargs.items():
                     if name.startswith("position_embeddings"):
                         kwargs[name] = cut_rotary(shard, value)
+                if isinstance(kwargs.get("cache_position"), Tensor):
+                    kwargs["cache_position"] = cut_cache_position(shard, kwargs["cache_position"])
                 positions = kwargs.get("position_ids")
                 if isinstance(positions, Tensor) and positions.shape[-1] == shard.length:
                     kwargs["position_ids"] = shard.cut_once(positions, positions.ndim - 1)
