@@ -83,6 +83,16 @@ def present(families: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def exported(name: str) -> bool:
+    """Has transformers a class of that name? Where not, it is noted as left out."""
+    import transformers
+
+    found = hasattr(transformers, name)
+    if not found:
+        leave_out(f"transformers.{name}")
+    return found
+
+
 @functools.cache
 def _missing(family: str) -> str | None:
     from tests.tiny_models import build
