@@ -4,6 +4,7 @@
     make test-matrix
     python tests/version_matrix.py 5.3.0 5.24.0        # only these
     python tests/version_matrix.py --write             # and put the table into README.md
+    python tests/version_matrix.py 5.3.0 --again       # only the tests that failed in the last run whole
     python tests/version_matrix.py --kept --write      # of runs that were made before, one by one; nothing is run
 
 An environment holds transformers and what that version wants of its own; torch and all else come from the environment that
@@ -22,7 +23,7 @@ import sys
 import sysconfig
 import venv
 import xml.etree.ElementTree as ElementTree
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -106,6 +107,24 @@ def run(python: Path, version: str, tests: tuple[str, ...], workers: int) -> Out
     return outcome
 
 
+def again(python: Path, version: str, workers: int) -> Outcome:
+    """The last run whole, with what failed in it run again now. Both commits are kept."""
+    before = kept(python.parents[2], version)
+    if not before.names:
+        return before
+    names = (name.split("::", 1) for name in before.names)
+    now = run(python, version, tuple(f"{module.replace('.', '/')}.py::{test}" for module, test in names), workers)
+    counts = {
+        "passed": (before.passed or 0) + (now.passed or 0),
+        "failed": now.failed,
+        "absent": before.absent + now.absent,
+        "parts": before.parts + now.parts,
+    }
+    outcome = replace(now, **counts, commit=f"{before.commit}, what failed there again on {now.commit}")
+    _kept(python).write_text(json.dumps(asdict(outcome), indent=1))
+    return outcome
+
+
 def _kept(python: Path) -> Path:
     return python.parents[1] / "outcome.json"
 
@@ -150,6 +169,7 @@ def main() -> int:
     parser.add_argument("--tests", nargs="*", default=list(TESTS), help="what to run")
     parser.add_argument("--folder", type=Path, default=ROOT / ".venvs", help="where the environments are kept")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--again", action="store_true", help="run what failed in the last run whole, and nothing else")
     parser.add_argument("--kept", action="store_true", help="take what came of earlier runs instead of running tests")
     parser.add_argument("--write", action="store_true", help="put the table into README.md")
     options = parser.parse_args()
@@ -160,6 +180,8 @@ def main() -> int:
     for version, tests in wanted:
         if options.kept and tests:
             outcomes.append(kept(options.folder, version))
+        elif options.again and tests:
+            outcomes.append(again(environment(options.folder, version), version, options.workers))
         else:
             outcomes.append(run(environment(options.folder, version), version, tests, options.workers))
     outcomes.sort(key=lambda outcome: tuple(map(int, outcome.version.split("."))))

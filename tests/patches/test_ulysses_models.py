@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**_LLAMA4, "attn_temperature_tuning": True, "floor_scale": 4},
         "Llama4TextAttention that looks at where tokens stand.*arange",
     ),
-    "DeepseekV32": ({}, "layers of kind indexed_attention"),
+    "DeepseekV32": ({}, "layers of kind (indexed|deepseek_sparse)_attention"),
     "MiniMax": ({"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2}, "MiniMaxLightningAttention"),
 }
 
