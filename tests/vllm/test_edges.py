@@ -1,10 +1,9 @@
-"""What the parts of a weight update do at their edges and when they are misused; nearly all of it needs no vLLM."""
+"""What the parts of a weight update do at their edges and when they are misused; needs no vLLM."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
 import json
 import logging
 import pickle
@@ -183,9 +182,6 @@ def test_large_pages_are_asked_for_and_content_stays() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- QAT targets
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM's parameter classes")
-
-
 def process_with(result: Any) -> Any:
     """`process_weights_after_loading` of a scheme that leaves what `result(layer)` gives as the layer's only parameter."""
 
@@ -201,7 +197,6 @@ def parameter(*shape: int, value: float = 1.0) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.full(shape, value), requires_grad=False)
 
 
-@needs_vllm
 def test_processing_again_with_another_layout_or_a_missing_tensor_keeps_the_old_layer() -> None:
     pytest.importorskip("vllm", reason="vLLM makes the templates of parameters")
     layer = torch.nn.Module()
@@ -228,7 +223,6 @@ def test_processing_again_with_another_layout_or_a_missing_tensor_keeps_the_old_
     assert (first["packed"].tolist(), first["scale"].tolist()) == ([3.0] * 4, [5.0] * 2)
 
 
-@needs_vllm
 def test_names_of_layers_that_were_not_processed_lead_to_the_model() -> None:
     pytest.importorskip("vllm", reason="vLLM makes the templates of parameters")
     model = torch.nn.Module()
