@@ -228,6 +228,20 @@ def _joined(rank: int, world: int) -> None:
     assert sp.join_gradients([x, y.detach()])[0] is x
 
 
+def _no_second_derivative(rank: int, world: int) -> None:
+    group = dist.group.WORLD
+    x = torch.randn(1, world, 2, 4, requires_grad=True)
+    for made in (
+        sp.heads_from_sequence([x, x], group)[1],
+        sp.sequence_from_heads(x.reshape(1, world, 2, 4), group),
+        sp.gather_sequence(x, 1, group),
+        sp.gather_sequence(x, 1, group, backward="slice"),
+    ):
+        (grad,) = torch.autograd.grad(made.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.square().sum().backward()
+
+
 def _bad_shapes(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match=f"{world + 1} heads cannot be shared by {world} ranks"):
         sp.heads_from_sequence([torch.zeros(1, world + 1, 2, 4)], dist.group.WORLD)
@@ -238,7 +252,7 @@ def _bad_shapes(rank: int, world: int) -> None:
 def _all(rank: int, world: int) -> dict[str, float]:
     _exchange_there_and_back(rank, world, batch=1)
     _exchange_there_and_back(rank, world, batch=3)
-    for check in (_mixed_dtypes, _gather_and_shard, _scaled, _kv_layouts, _joined, _bad_shapes):
+    for check in (_mixed_dtypes, _gather_and_shard, _scaled, _kv_layouts, _joined, _no_second_derivative, _bad_shapes):
         check(rank, world)
     return _gradients_of_a_mean(rank, world)
 
