@@ -292,6 +292,31 @@ def test_a_rank_that_fails_is_named_on_the_others_instead_of_waited_for():
     assert waited < 5
 
 
+def _second_fails_before_each_kind(rank: int, world: int) -> list[str]:
+    failures.POLL_SECONDS = 0.2
+    texts = []
+    for collective in (sp.all_to_all, sp.all_gather, sp.reduce_scatter_sum, sp.all_reduce_sum):
+        group = dist.new_group(list(range(world)))
+        sp.begin_step(group)
+        if rank == 1:
+            sp.report_failure(group, MemoryError("the needle"))
+            time.sleep(2)
+            continue
+        started = time.monotonic()
+        with pytest.raises(sp.RankFailedError, match="rank 1 failed with MemoryError: the needle") as caught:
+            collective(torch.ones(world, 4), group)
+        assert time.monotonic() - started < 5, collective.__name__
+        texts.append(str(caught.value).rsplit("waited for it in ", 1)[1])
+    if rank == 0:
+        time.sleep(2)  # the other one's group must not see this process go
+    return texts
+
+
+def test_no_kind_of_collective_waits_for_a_rank_that_failed():
+    found = spawn(2, _second_fails_before_each_kind, timeout=60)[0]
+    assert found == ["an all-to-all", "an all-gather", "a reduce-scatter", "an all-reduce"]
+
+
 def _second_stays_away(rank: int, world: int) -> tuple[str, float]:
     """Rank 1 fails where nobody is told of it, and lives on: in a backward pass outside of any scope, say."""
     group = dist.new_group(list(range(world)), timeout=timedelta(seconds=3))
