@@ -80,17 +80,21 @@ class ModelSession(Session):
         """
         return self._ulysses().shard(self.target, batch)
 
-    def gather(self, x: torch.Tensor, dim: int = 1, length: int | None = None) -> torch.Tensor:
-        """The whole of a cut tensor on every rank: [.., S/n, ..] -> [.., S, ..]. Gradients are summed over ranks.
+    def gather(
+        self, x: torch.Tensor, dim: int = 1, length: int | None = None, backward: Literal["slice", "sum"] = "slice"
+    ) -> torch.Tensor:
+        """The whole of a cut tensor on every rank: [.., S/n, ..] -> [.., S, ..].
 
         Args:
             dim: the dimension of the tokens.
             length: S; by default that of the last batch given to `shard()`, or everything that the ranks have.
+            backward: what a rank's tokens get of the gradients of the whole: `"slice"`, this rank's own, for a loss that
+                every rank computes alike; or `"sum"`, those of all ranks, where each computes another part of the loss.
 
         Raises:
             ScopeStateError: this scope has no `sp=`.
         """
-        return self._ulysses().gather(x, dim, length)
+        return self._ulysses().gather(x, dim, length, backward)
 
     def _ulysses(self) -> Ulysses:
         for patch in self.plan.patches:

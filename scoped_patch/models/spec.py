@@ -21,8 +21,8 @@ _SOFTCAPS: tuple[str, ...] = ("final_logit_softcapping",)
 _SCALES: tuple[str, ...] = ("logit_scale", "lm_head_multiplier")
 _DIVISORS: tuple[str, ...] = ("logits_scaling",)
 
-#: losses whose labels mean "token t+1", as `fused` assumes
-_CAUSAL_LOSSES = (None, "ForCausalLM", "ForConditionalGeneration")
+#: losses whose labels mean "token t+1", as `fused` and cut layouts of `sp` assume
+CAUSAL_LOSSES = (None, "ForCausalLM", "ForConditionalGeneration")
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def anatomy(model: nn.Module) -> Anatomy:
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise UnsupportedError(f"{describe(model)} is an encoder-decoder: its labels are not shifted, so nothing here fits it")
     loss_type = getattr(model, "loss_type", None)
-    if loss_type not in _CAUSAL_LOSSES:
+    if loss_type not in CAUSAL_LOSSES:
         raise UnsupportedError(
             f"{describe(model)} trains with {loss_type!r}, not with next-token labels; only causal language models fit"
         )

@@ -228,6 +228,20 @@ def _joined(rank: int, world: int) -> None:
     assert sp.join_gradients([x, y.detach()])[0] is x
 
 
+def _no_second_derivative(rank: int, world: int) -> None:
+    group = dist.group.WORLD
+    x = torch.randn(1, world, 2, 4, requires_grad=True)
+    for made in (
+        sp.heads_from_sequence([x, x], group)[1],
+        sp.sequence_from_heads(x.reshape(1, world, 2, 4), group),
+        sp.gather_sequence(x, 1, group),
+        sp.gather_sequence(x, 1, group, backward="slice"),
+    ):
+        (grad,) = torch.autograd.grad(made.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.square().sum().backward()
+
+
 def _bad_shapes(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match=f"{world + 1} heads cannot be shared by {world} ranks"):
         sp.heads_from_sequence([torch.zeros(1, world + 1, 2, 4)], dist.group.WORLD)
@@ -238,7 +252,7 @@ def _bad_shapes(rank: int, world: int) -> None:
 def _all(rank: int, world: int) -> dict[str, float]:
     _exchange_there_and_back(rank, world, batch=1)
     _exchange_there_and_back(rank, world, batch=3)
-    for check in (_mixed_dtypes, _gather_and_shard, _scaled, _kv_layouts, _joined, _bad_shapes):
+    for check in (_mixed_dtypes, _gather_and_shard, _scaled, _kv_layouts, _joined, _no_second_derivative, _bad_shapes):
         check(rank, world)
     return _gradients_of_a_mean(rank, world)
 
@@ -276,6 +290,31 @@ def test_a_rank_that_fails_is_named_on_the_others_instead_of_waited_for():
     text, waited = spawn(2, _second_fails, timeout=60)[0]
     assert text == "rank 1 failed with MemoryError: no room for the layer, while rank 0 waited for it in an all-to-all"
     assert waited < 5
+
+
+def _second_fails_before_each_kind(rank: int, world: int) -> list[str]:
+    failures.POLL_SECONDS = 0.2
+    texts = []
+    for collective in (sp.all_to_all, sp.all_gather, sp.reduce_scatter_sum, sp.all_reduce_sum):
+        group = dist.new_group(list(range(world)))
+        sp.begin_step(group)
+        if rank == 1:
+            sp.report_failure(group, MemoryError("the needle"))
+            time.sleep(2)
+            continue
+        started = time.monotonic()
+        with pytest.raises(sp.RankFailedError, match="rank 1 failed with MemoryError: the needle") as caught:
+            collective(torch.ones(world, 4), group)
+        assert time.monotonic() - started < 5, collective.__name__
+        texts.append(str(caught.value).rsplit("waited for it in ", 1)[1])
+    if rank == 0:
+        time.sleep(2)  # the other one's group must not see this process go
+    return texts
+
+
+def test_no_kind_of_collective_waits_for_a_rank_that_failed():
+    found = spawn(2, _second_fails_before_each_kind, timeout=60)[0]
+    assert found == ["an all-to-all", "an all-gather", "a reduce-scatter", "an all-reduce"]
 
 
 def _second_stays_away(rank: int, world: int) -> tuple[str, float]:

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scoped_patch import Ulysses, patched
+from scoped_patch import Ulysses, UnsupportedError, patched
 from scoped_patch.models.sharding import SequenceShard, active_shard
 from scoped_patch.ops.sequence_parallel import HeadLayout, count_collectives, shard_length
+from tests.support import models as odd_models
 from tests.support.checks import run_checks
 from tests.support.ranks import spawn
 from tests.support.scores import reference, shifted
@@ -127,6 +128,86 @@ def check_the_caller_can_normalise_a_cut_layout_too(rank: int, world: int) -> No
         (out.log_probs.sum() / 14).backward()
     for name, g in reduced_gradients(model, world, "mean").items():
         torch.testing.assert_close(g, gradients[name].float(), rtol=1e-4, atol=1e-5)
+
+
+def check_a_gathered_result_trains_as_one_process(rank: int, world: int) -> None:
+    """The same loss of the whole on every rank; or every rank's own row of it, summed over the ranks."""
+    model, _ = build("llama")
+    ids = torch.randint(3, 100, (world, 9), generator=torch.Generator().manual_seed(8))
+    reference(model(input_ids=ids, use_cache=False).logits, shifted(ids)).log_probs.square().mean().backward()
+    gradients = take(model)
+    for reduction in ("mean", "sum"):
+        for backward in ("slice", "sum"):
+            with patched(model, sp=_sharded(world, grad_reduction=reduction), fused="torch") as scope:
+                out = model(**scope.shard({"input_ids": ids}))
+                whole = scope.gather(out.log_probs, backward=backward)
+                rows = whole if backward == "slice" else whole[rank]
+                (rows.square().sum() / whole.numel()).backward()
+            for name, g in reduced_gradients(model, world, reduction).items():
+                torch.testing.assert_close(g, gradients[name].float(), rtol=1e-4, atol=1e-4)
+
+
+def check_a_tuple_has_the_whole_loss_too(rank: int, world: int) -> None:
+    model, _ = build("qwen2")
+    ids = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(9))
+    with torch.no_grad():
+        wanted = model(input_ids=ids, labels=ids, use_cache=False).loss
+        for fused in (None, "torch"):
+            with patched(model, sp=_sharded(world), fused=fused) as scope:
+                mine = scope.shard({"input_ids": ids, "labels": ids})
+                loss, *others = model(**mine, return_dict=False)
+                torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-5)
+                assert others[0].shape[:2] == (2, 5)
+                model.config.return_dict = False
+                try:
+                    torch.testing.assert_close(model(**mine)[0], wanted, rtol=1e-5, atol=1e-5)
+                finally:
+                    model.config.return_dict = True
+
+
+def check_losses_of_other_kinds_are_refused_in_a_cut_layout(rank: int, world: int) -> None:
+    """They are not shifted, or look for places in the whole sequence."""
+    ids = torch.randint(3, 100, (2, 8), generator=torch.Generator().manual_seed(10))
+    model = odd_models.token_classifier().eval()
+    labels = torch.randint(0, 2, ids.shape, generator=torch.Generator().manual_seed(11))
+    with torch.no_grad():
+        wanted = model(input_ids=ids, labels=labels, use_cache=False)
+        with patched(model, sp=world):
+            torch.testing.assert_close(model(input_ids=ids, labels=labels).loss, wanted.loss)
+        with patched(model, sp=_sharded(world)) as scope:
+            with pytest.raises(UnsupportedError, match=r"labels for a loss of kind 'ForTokenClassification'.*inputs='full'"):
+                model(**scope.shard({"input_ids": ids, "labels": labels}))
+            found = scope.gather(model(**scope.shard({"input_ids": ids})).logits)
+            torch.testing.assert_close(found, wanted.logits, rtol=1e-4, atol=1e-4)
+    model = odd_models.question_answerer()
+    places = {"start_positions": torch.tensor([1, 5]), "end_positions": torch.tensor([2, 7])}
+    with torch.no_grad():
+        wanted = model(input_ids=ids, **places)
+        with patched(model, sp=world):
+            torch.testing.assert_close(model(input_ids=ids, **places).loss, wanted.loss)
+        with patched(model, sp=_sharded(world)) as scope, pytest.raises(UnsupportedError, match="given start_positions"):
+            model(**scope.shard({"input_ids": ids}), **places)
+    model = odd_models.sequence_classifier()
+    with pytest.raises(UnsupportedError, match=r"LlamaForSequenceClassification.*the last token of its own input"):
+        patched(model, sp=_sharded(world)).apply()
+
+
+def check_padding_is_masked_by_every_mask(rank: int, world: int) -> None:
+    model, _ = build("llama")
+    ids = _ids(*range(10, 17))
+    ones = torch.ones_like(ids)
+    masks = {
+        "attention_mask": ones,
+        "loss_mask": ones.float(),
+        "response_mask": ones,
+        "action_masks": ones,
+        "kept": ones.bool(),
+    }
+    with patched(model, sp=_sharded(world)) as scope:
+        mine = scope.shard({"input_ids": ids, **masks, "advantages": ones.float()})
+    for name in masks:
+        assert mine[name].tolist() == [[[1, 1, 1, 1], [1, 1, 1, 0]][rank]], name
+    assert mine["advantages"].tolist() == [[1, 1, 1, 1]]
 
 
 # ---------------------------------------------------------------------------------------------------- temperature

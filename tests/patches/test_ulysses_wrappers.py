@@ -262,6 +262,36 @@ def check_every_other_output_is_whole(rank: int, world: int) -> None:
             _close(kept, wanted.logits[:, -3:] if keep is not None and isinstance(keep, int) else wanted.logits[:, keep])
 
 
+def check_gathered_outputs_go_backward_together(rank: int, world: int) -> None:
+    """On a GPU, a loss put together on the CPU would otherwise start their collectives in an order of its own on each rank."""
+    model, _ = build("qwen3_moe", decoder_sparse_step=1, mlp_only_layers=[])
+    with patched(model, sp=world):
+        out = model(input_ids=IDS, output_hidden_states=True, output_router_logits=True)
+    (way,) = {x.grad_fn for x in (*out.hidden_states, *out.router_logits)}
+    assert len(way.next_functions) == len(out.hidden_states) + len(out.router_logits)
+
+
+def check_an_auxiliary_loss_alone_in_both_layouts(rank: int, world: int) -> None:
+    """Beside a loss of tokens its gradient is too small to be seen."""
+    ids = IDS[:, :10]  # padding would count in it
+    for family in ("qwen3_moe", "gpt_oss"):
+        options = {"decoder_sparse_step": 1, "mlp_only_layers": []} if family == "qwen3_moe" else {}
+        model, _ = build(family, **options)
+        call = {"input_ids": ids, "labels": ids, "output_router_logits": True}
+        wanted = model(**call, use_cache=False).aux_loss
+        wanted.backward()
+        gradients = take(model)
+        for inputs in ("full", "sharded"):
+            for how in ("mean", "sum"):
+                with patched(model, sp=Ulysses(world, inputs=inputs, grad_reduction=how)) as scope:
+                    found = model(**(scope.shard(call) if inputs == "sharded" else call)).aux_loss
+                    _close(found, wanted)
+                    found.backward()
+                ours = reduced_gradients(model, world, how)
+                assert gradients
+                _same_gradients({name: ours[name] for name in gradients}, gradients, 1e-3)
+
+
 def check_embeddings_as_input(rank: int, world: int) -> None:
     """Their gradient is that of this rank's tokens; over all ranks it is averaged as a parameter's."""
     model, _ = build("llama")

@@ -17,6 +17,7 @@ from transformers import (
     GraniteConfig,
     GraniteForCausalLM,
     LlamaForCausalLM,
+    LlamaForQuestionAnswering,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
     PhiConfig,
@@ -89,6 +90,10 @@ def sequence_classifier() -> PreTrainedModel:
 
 def token_classifier() -> PreTrainedModel:
     return _drawn(LlamaForTokenClassification(build("llama")[0].config))
+
+
+def question_answerer() -> PreTrainedModel:
+    return _drawn(LlamaForQuestionAnswering(build("llama")[0].config))
 
 
 def encoder_decoder() -> PreTrainedModel:

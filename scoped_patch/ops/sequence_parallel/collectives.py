@@ -84,10 +84,14 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def reduce_scatter_sum(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over ranks of the row that is this rank's. [n, ...] -> [...]."""
     buffer = buffer.contiguous()
-    out = buffer.new_empty(buffer.shape[1:])
     _note("reduce_scatter", buffer)
-    work = _reduce_scatter(out.view(-1), buffer.view(-1), group=group, async_op=_watched(buffer))
-    _finish(work, group, "a reduce-scatter")
+    if _watched(buffer):
+        # gloo's own is an all-reduce of the whole buffer, and waiting for it cannot be interrupted to look for notes.
+        received = torch.empty_like(buffer)
+        _finish(dist.all_to_all_single(received, buffer, group=group, async_op=True), group, "a reduce-scatter")
+        return received.sum(0, dtype=buffer.dtype)
+    out = buffer.new_empty(buffer.shape[1:])
+    _finish(_reduce_scatter(out.view(-1), buffer.view(-1), group=group), group, "a reduce-scatter")
     return out
 
 

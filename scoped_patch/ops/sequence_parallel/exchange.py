@@ -1,7 +1,8 @@
 """Collectives with gradients, on the shapes that attention has.
 
 What each backward does to gradients is stated, since that is where sequence parallelism goes wrong: an exchange moves
-them, a gather sums them over ranks or takes a slice, and `scale_gradient` multiplies. Nothing else scales anything.
+them, a gather sums them over ranks or takes a slice, and `scale_gradient` multiplies. Nothing else scales anything. There
+is no second derivative: using a gradient of a gradient (`create_graph=True`) raises.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import _functional_collectives as traceable
 
 from . import collectives
@@ -185,6 +187,7 @@ class _HeadsFromSequence(torch.autograd.Function):
         return tuple(_all_tokens(collectives.all_to_all(buffer, group), ctx.widths))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         ranks, widths = ctx.ranks, ctx.widths
         batch, _, length, _ = gradients[0].shape
@@ -208,6 +211,7 @@ class _SequenceFromHeads(torch.autograd.Function):
         return _all_heads(collectives.all_to_all(_by_token_owner(x, ctx.ranks), group))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (g,) = gradients
         buffer = _split(g, 2, ctx.ranks).permute(2, 1, 0, 3, 4)
@@ -224,6 +228,7 @@ class _GatherSequence(torch.autograd.Function):
         return _own(gathered.narrow(dim, 0, length))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (g,) = gradients
         if g is None:

@@ -20,7 +20,7 @@ from ...ops.sequence_parallel import all_gather, all_reduce_sum, pad_sequence, s
 _PER_TOKEN = ("attention_mask", "position_ids", "labels", "shift_labels", "mm_token_type_ids", "token_type_ids")
 
 #: what padding tokens have, where it is not the last token's value
-_PADDING = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX, "attention_mask": 0, "loss_mask": 0, "temperature": 1.0}
+_PADDING = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX, "temperature": 1.0}
 
 
 def sequence_length(model: nn.Module, kwargs: dict[str, Any]) -> int:
@@ -221,7 +221,7 @@ def shard_batch(group: dist.ProcessGroup | None, batch: dict[str, Any], whole: C
         if name in whole or not isinstance(x, Tensor) or x.ndim < 2 or x.shape[dim] != length:
             made[name] = x
             continue
-        value = _PADDING.get(name)
+        value = 0.0 if x.dtype == torch.bool or name.endswith(("mask", "masks")) else _PADDING.get(name)
         padded = pad_sequence(x, dim % x.ndim, ranks * size, value)
         if name == "position_ids":
             padded[..., length:] += torch.arange(1, ranks * size - length + 1, device=x.device)

@@ -92,6 +92,12 @@ class Ulysses(Patch):
                 f"inputs={self.inputs!r} its gradients are right for grad_reduction="
                 f"{'mean' if self.inputs == 'full' else 'sum'!r} only",
             )
+        if self.inputs == "sharded" and getattr(model, "loss_type", None) == "ForSequenceClassification":
+            return Support(
+                False,
+                f"{describe(model)} answers with the last token of its own input, which with inputs='sharded' is a part of the "
+                f"sequence. Use inputs='full'",
+            )
         return self._layouts(model, layers)
 
     def _layouts(self, model: nn.Module, layers: tuple[MixingLayer, ...]) -> Support:
@@ -311,7 +317,7 @@ class Ulysses(Patch):
         self._last_length[:] = [(given if given is not None else batch["inputs_embeds"]).shape[1]]
         return made
 
-    def gather(self, x: Tensor, dim: int = 1, length: int | None = None) -> Tensor:
+    def gather(self, x: Tensor, dim: int = 1, length: int | None = None, backward: Literal["slice", "sum"] = "slice") -> Tensor:
         """The whole of a cut tensor, on every rank; see `ModelSession.gather`."""
         group: dist.ProcessGroup | None = groups.resolve(self.group)
         if group is None:
@@ -320,7 +326,7 @@ class Ulysses(Patch):
             whole = x.shape[dim] * dist.get_world_size(group)
             known = self._last_length[0] if self._last_length else whole
             length = known if 0 <= whole - known < dist.get_world_size(group) else whole
-        return gather_sequence(x, dim, group, length=length)
+        return gather_sequence(x, dim, group, length=length, backward=backward)
 
 
 def _vision_notes(model: nn.Module) -> list[str]:

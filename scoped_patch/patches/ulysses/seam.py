@@ -16,7 +16,7 @@ from ...engine.errors import BadOptionError, SeamNotReachedError, UnsupportedErr
 from ...models.attention import MixingLayer, bind_positional, config_with_implementation, refresh_config
 from ...models.packing import CU_SEQLENS
 from ...models.sharding import SequenceShard, active_shard, announce, resumed_shard, withdraw
-from ...models.spec import describe, forward_names, is_multimodal
+from ...models.spec import CAUSAL_LOSSES, describe, forward_names, is_multimodal
 from ...ops.sequence_parallel import begin_step, report_failure
 from .attention import SHARD, attend, attend_whole, mix, no_shard
 from .batch import check_whole, cut_cache_position, cut_rotary, cut_targets, cut_visual_rows, learn_of_others, sequence_length
@@ -58,12 +58,20 @@ class Seam:
         group = self._group()
         with _Step(group):
             shard = self._shard(group, kwargs)
+            as_tuple = kwargs.get("labels") is not None and not shard.gathers_outputs and self._wants_tuple(kwargs)
+            if as_tuple:
+                kwargs["return_dict"] = True  # the loss is made global under its name
             announce(shard)
             try:
                 out = prior(**kwargs)
             finally:
                 withdraw(shard)
-            return finish(out, shard, kwargs, self.patch.grad_reduction)
+            out = finish(out, shard, kwargs, self.patch.grad_reduction)
+            return out.to_tuple() if as_tuple else out
+
+    def _wants_tuple(self, kwargs: dict[str, Any]) -> bool:
+        wanted = kwargs.get("return_dict")
+        return (getattr(getattr(self.model, "config", None), "return_dict", True) if wanted is None else wanted) is False
 
     def _group(self) -> dist.ProcessGroup | None:
         if torch.compiler.is_dynamo_compiling():
@@ -94,6 +102,14 @@ class Seam:
         keep = kwargs.get("logits_to_keep", 0)
         if keep is not None and not (isinstance(keep, int) and keep == 0):
             raise BadOptionError("ulysses: logits_to_keep is not supported with inputs='sharded': cut the outputs instead")
+        given = next((name for name in ("labels", "start_positions", "end_positions") if kwargs.get(name) is not None), None)
+        kind = getattr(self.model, "loss_type", None)
+        if given is not None and (kind not in CAUSAL_LOSSES or given != "labels"):
+            raise UnsupportedError(
+                f"ulysses: {self.what} was given {given} for a loss of kind {kind!r}, and with inputs='sharded' only a loss of "
+                f"next tokens is put together over the ranks. Leave them out and compute the loss from the outputs, or use "
+                f"inputs='full'"
+            )
         if self.own_loss and kwargs.get("labels") is not None:
             raise UnsupportedError(
                 f"ulysses: {self.what} computes its loss itself, from labels that it shifts within this rank's part, which "
