@@ -94,7 +94,11 @@ class _Parser(argparse.ArgumentParser):
         elif message.startswith("argument --"):
             hint = "; `scoped-patch explain --help` shows what it takes"
         wrong = message.removeprefix("unrecognized arguments: ").split()[0].split("=")[0]
-        if message.startswith("unrecognized arguments") and wrong.startswith("-"):
+        if message.startswith("unrecognized arguments"):
+            hint = "; `scoped-patch --help` shows how they are used"
+        if message.startswith("unrecognized arguments") and wrong == "--json":
+            hint = "; give it after the command"
+        elif message.startswith("unrecognized arguments") and wrong.startswith("-"):
             flags = ["--" + keyword.replace("_", "-") for keyword in _KEYWORDS if keyword in _offered()] + ["--full", "--json"]
             near = difflib.get_close_matches(wrong, flags, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]}?" if near else f"; options are {', '.join(flags)}"
@@ -198,7 +202,10 @@ def build_on_meta(model: str) -> Any:
         text_only, multimodal = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
         build = multimodal if type(config) in multimodal._model_mapping else text_only
         if type(config) not in build._model_mapping:
-            raise CommandError(f"{model!r} ({type(config).__name__}) is no causal language model: nothing here acts on it")
+            raise CommandError(
+                f"{model!r} ({type(config).__name__}) is no causal language model, and nothing here acts on it; "
+                "`scoped-patch list` shows families that it acts on"
+            )
     try:
         with torch.device("meta"):
             return build._from_config(config) if hasattr(build, "_from_config") else build.from_config(config)

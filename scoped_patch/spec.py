@@ -90,10 +90,10 @@ def read_spec(spec: str | Mapping[str, Any]) -> dict[str, Any]:
     """
     try:
         read = dict(json.loads(spec) if isinstance(spec, str) else spec)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise BadOptionError(f"this is no spec (a JSON object, as to_spec() makes it): {error}") from None
     version = read.pop("scoped_patch", None)
-    if version != VERSION:
+    if type(version) is not int or version != VERSION:
         raise BadOptionError(
             f"this spec is of version {version!r}, and this scoped_patch reads version {VERSION}: make it anew"
         )
@@ -168,6 +168,10 @@ def _keywords(read: dict[str, Any]) -> dict[str, Any]:
         unknown = [name for name in given if name not in known]
         if unknown:
             raise BadOptionError(f"the spec's {keyword} has {unknown[0]!r}; {kind.__name__} takes {', '.join(known)}")
+        needed = [one.name for one in dataclasses.fields(kind) if one.init and one.default is one.default_factory]
+        absent = [name for name in needed if name not in given]
+        if absent:
+            raise BadOptionError(f"the spec's {keyword} has no {absent[0]!r}, without which there is no {kind.__name__}")
         made[keyword] = kind(**given)
     if "qat" in read:
         from .vllm.targets import targets_by_name

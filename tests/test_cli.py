@@ -67,6 +67,34 @@ def test_the_edits_are_those_of_a_scope(capsys):
     assert printed - layers == found
 
 
+def test_the_edits_are_those_of_a_scope_over_four_ranks(capsys, tmp_path):
+    """The same for `sp=`, row by row and in words, on one rank of a group that has no others: entering sends nothing."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from tests.tiny_models import build
+
+    model, _ = build("qwen3", num_attention_heads=4)
+    model.config.save_pretrained(tmp_path)
+    options = ("--sp", "4", "--fused", "triton", "--tiled-mlp", "8", "--full", "--json")
+    code, out, _ = run(capsys, "explain", str(tmp_path), *options)
+    assert code == OK
+    words = ("patch", "where", "to", "why")
+    printed = [[row[word] for word in words] for row in json.loads(out)["edits"]]
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        with patched(model, sp=4, fused="triton", tiled_mlp=8) as scope:
+            entered = [[*row.cells(False)[:2], *row.cells(False)[3:5]] for row in scope.explain(full=True).rows]
+    finally:
+        dist.destroy_process_group()
+
+    def without_its_own_name(rows):  # a registry entry is named after the scope that it belongs to
+        return sorted(tuple(re.sub(r"ulysses_sdpa_[0-9a-f]+", "ulysses_sdpa", cell) for cell in row) for row in rows)
+
+    assert len(printed) > 15
+    assert without_its_own_name(printed) == without_its_own_name(entered)
+
+
 def test_piped_output_is_whole_lines(capsys):
     code, out, _ = run(capsys, "explain", "qwen3", "--fused", "torch", "--fake-quant", "w4a16")
     assert code == OK
@@ -86,7 +114,13 @@ def test_piped_output_is_whole_lines(capsys):
         (["explain", "qwen3", "--tiled-mlp", "many"], USAGE, "invalid int value: 'many'; `scoped-patch explain --help`"),
         (["explain", "qwen3", "--tiled-mlp", "0"], FAILED, "number of tiles must be an int of at least 1"),
         (["explain", "qwen3", "--fake-quant", "int4"], FAILED, "'w4a16', 'w4a4'"),
-        (["explain", "t5", "--fused", "torch"], USAGE, "no causal language model"),
+        (
+            ["explain", "t5", "--fused", "torch"],
+            USAGE,
+            "no causal language model, and nothing here acts on it; `scoped-patch list`",
+        ),
+        (["explain", "qwen3", "more"], USAGE, "unrecognized arguments: more; `scoped-patch --help`"),
+        (["--json", "list"], USAGE, "unrecognized arguments: --json; give it after the command"),
         (["explain"], USAGE, "MODEL; give a model's folder"),
         (["nonsense"], USAGE, "invalid choice"),
         ([], USAGE, "required: COMMAND; `scoped-patch --help`"),

@@ -118,6 +118,11 @@ def test_what_has_no_form_as_text_is_named():
         ({"scoped_patch": 1, "tiled_mlp": "many"}, "tiled_mlp must be a number"),
         ({"scoped_patch": 1, "qat": ["nvfp5"]}, "must be .nvfp4. or some of nvfp4_dense_w4a16"),
         ({"scoped_patch": 1, "on_foreign": "x"}, "on_foreign must be"),
+        ({"scoped_patch": 1, "sp": {}}, "sp has no 'group', without which there is no Ulysses"),
+        ({"scoped_patch": 1, "sp": {"inputs": "sharded"}}, "sp has no 'group'"),
+        ({"scoped_patch": True, "fused": "torch"}, "of version True"),
+        ({"scoped_patch": "1", "fused": "torch"}, "of version '1'"),
+        ("[" * 100_000, "this is no spec"),
     ],
 )
 def test_what_is_no_spec_is_refused(spec, said):

@@ -102,17 +102,21 @@ class Explanation:
 
 def explain_plan(plan: Plan, full: bool = False) -> Explanation:
     rows = [_row(one, one.edit.slot.read(), None) for one in plan.edits if full or not one.edit.hidden]
-    title = f"plan for {describe_target(plan.target)}: {len(plan)} edits"
+    title = f"plan for {describe_target(plan.target)}: {_how_many(len(plan), len(rows))}"
     return Explanation(title, rows if full else _fold(rows), _remarks(plan), planned=True)
 
 
 def explain_session(session: Session, full: bool = False) -> Explanation:
     rows = [_row(record.planned, record.prior, record.calls) for record in session.records if full or not record.edit.hidden]
     title = (
-        f"scope on {describe_target(session.target)}, entered at {session.location}: {len(session.records)} edits, "
-        f"{session.state}"
+        f"scope on {describe_target(session.target)}, entered at {session.location}: "
+        f"{_how_many(len(session.records), len(rows))}, {session.state}"
     )
     return Explanation(title, rows if full else _fold(rows), _remarks(session.plan))
+
+
+def _how_many(edits: int, shown: int) -> str:
+    return f"{edits} edits" if shown == edits else f"{edits} edits ({edits - shown} listed only in full)"
 
 
 def diff_session(session: Session) -> list[dict[str, Any]]:

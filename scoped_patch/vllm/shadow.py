@@ -227,16 +227,23 @@ def _copied(kind: Any) -> bool:
 
 
 @functools.cache
-def _reload() -> tuple[Any, set[str], Any]:
+def _reload() -> tuple[Any, set[str]]:
     from vllm.model_executor.model_loader.reload import meta
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    return get_layerwise_info, set(meta.SKIP_TENSORS)
+
+
+@functools.cache
+def _sentinel() -> Any:
+    """What stands for the layer in a recorded loader. On its own: rebuilding parameters needs none of vLLM's records."""
     from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
 
-    return get_layerwise_info, set(meta.SKIP_TENSORS), layer_ref_sentinel
+    return layer_ref_sentinel
 
 
 def _recorded(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], set[str]]:
-    get_layerwise_info, never_recorded, _ = _reload()
+    get_layerwise_info, never_recorded = _reload()
     info = get_layerwise_info(module)
     if info.load_numel_total is not None:  # `can_load()`, or `can_process()` in 0.18
         raise UnsupportedError(
@@ -261,7 +268,7 @@ def _template_of_live(module: torch.nn.Module, name: str, live: torch.Tensor) ->
 
 def dress(tensor: torch.Tensor, template: torch.Tensor, owner: torch.nn.Module) -> None:
     """Give `tensor` the class and the attributes of `template`, its loaders bound to `owner`."""
-    layer_ref_sentinel = _reload()[2]
+    layer_ref_sentinel = _sentinel()
     tensor.__class__ = template.__class__
     tensor.__dict__ = dict(template.__dict__)
     for key, value in tensor.__dict__.items():

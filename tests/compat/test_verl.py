@@ -5,12 +5,21 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import types
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from scoped_patch import BadOptionError, ConflictError, PatchErrorGroup, UnsupportedError, active, assert_clean
+from scoped_patch import (
+    BadOptionError,
+    BadTargetError,
+    ConflictError,
+    PatchErrorGroup,
+    UnsupportedError,
+    active,
+    assert_clean,
+)
 from scoped_patch.compat.verl import (
     apply_monkey_patch,
     apply_qat_patches,
@@ -148,6 +157,11 @@ def test_prefix_grouper():
     ("options", "error", "message"),
     [
         ({"use_fused_kernels": True, "fused_kernels_backend": "cuda"}, BadOptionError, "fused_kernels_backend must be 'torch'"),
+        (
+            {"use_fused_kernels": True, "fused_kernels_backend": ["torch"]},
+            BadOptionError,
+            "fused_kernels_backend must be 'torch'",
+        ),
         ({"ulysses_sp_size": 0}, BadOptionError, "ulysses_sp_size must be a number of ranks"),
         ({"ulysses_sp_size": True}, BadOptionError, "ulysses_sp_size must be a number of ranks"),
         ({"use_tiled_mlp": True, "tiled_mlp_shards": 0}, BadOptionError, "number of tiles"),
@@ -214,6 +228,8 @@ def test_weights_are_loaded_again_and_again():
             assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == live
         with pytest.raises(BadOptionError, match="loaded where the live ones are, on cpu"):
             prepare_qat_for_load_weights(model, device="cuda:0")
+        with pytest.raises(BadOptionError, match="device='gpu' is no device; the live weights are on cpu"):
+            prepare_qat_for_load_weights(model, device="gpu")
         holder = torch.nn.Module()
         holder.model = model
         assert prepare_qat_for_load_weights(holder)["layers.1.weight_packed"] is model.layers[1].weight_packed
@@ -223,6 +239,13 @@ def test_weights_are_loaded_again_and_again():
             session.restore()
         with pytest.raises(RuntimeError, match="before vLLM loads the first weights"):
             prepare_qat_for_load_weights(torch.nn.Linear(1, 1))
+
+
+def test_what_is_no_model_or_no_device():
+    for function in (prepare_qat_for_load_weights, manual_process_weights_after_loading):
+        for thing in (None, "model", types.SimpleNamespace(model=None)):
+            with pytest.raises(BadTargetError, match=r"needs vLLM's model \(an nn.Module\), got"):
+                function(thing)
 
 
 def test_padding_helpers():
@@ -236,6 +259,10 @@ def test_padding_helpers():
     assert ulysses_pad(ids, positions, 5) == (ids, positions, 0)
     with pytest.raises(BadOptionError, match="one packed row of 5"):
         ulysses_pad(ids, positions[:, :4], 2)
+    with pytest.raises(BadOptionError, match=r"input_ids \[5\] are no packed row"):
+        ulysses_pad(ids[0], positions, 2)
+    with pytest.raises(BadOptionError, match=r"position_ids \[5\] do not belong"):
+        ulysses_pad(ids, positions[0], 2)
     validate_ulysses_config(8, 4)
     with pytest.raises(ValueError, match="6 heads cannot be shared by 4"):
         validate_ulysses_config(6, 4)

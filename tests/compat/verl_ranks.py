@@ -68,6 +68,8 @@ def helpers(rank: int, world: int) -> None:
         assert ids.tolist() == [[[0, 1, 2], [3, 4, 0]][rank]]
         assert positions is not None
         assert positions.tolist() == [[[0, 1, 2], [3, 4, 0]][rank]]
+        with pytest.raises(BadOptionError, match=r"dimension 1 of \[1, 5\] cannot be shared by"):  # padded for one rank only
+            verl.ulysses_pad_and_slice_inputs(torch.arange(5)[None])
         _, kept, _ = verl.ulysses_pad_and_slice_inputs(ids, positions, world, skip_position_ids_rmpad=True)
         assert kept is not None
         assert kept.shape == (1, 4)

@@ -58,7 +58,10 @@ def test_hidden_edits_are_shown_only_when_all_is_wanted():
     scope = Scope(None, (EditPatch("p", lambda _: [Edit(ItemSlot(table, "a"), lambda prior: 2, hidden=True)]),))
     with scope as session:
         assert session.explain().rows == []
+        assert "1 edits (1 listed only in full), live" in session.explain().title
         assert len(session.explain(full=True).rows) == 1
+        assert "1 edits, live" in session.explain(full=True).title
+        assert "1 edits (1 listed only in full)" in session.plan.explain().title
         assert len(session.diff()) == 1
 
 

@@ -63,7 +63,7 @@ def apply_monkey_patch(
     Raises:
         BadOptionError, UnsupportedError, ConflictError: something that was asked for cannot work; nothing is changed then.
     """
-    if use_fused_kernels and fused_kernels_backend not in _BACKENDS:
+    if use_fused_kernels and not (isinstance(fused_kernels_backend, str | None) and fused_kernels_backend in _BACKENDS):
         known = ", ".join(repr(name) for name in _BACKENDS if name)
         raise BadOptionError(f"fused_kernels_backend must be {known} or None, got {fused_kernels_backend!r}")
     if isinstance(ulysses_sp_size, bool) or not isinstance(ulysses_sp_size, int) or ulysses_sp_size < 1:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ...engine import Scope, Session
-from ...engine.errors import BadOptionError
+from ...engine.errors import BadOptionError, BadTargetError
 from ...vllm.param_meta import ParamMeta
 from ...vllm.targets import qat_targets
 
@@ -38,12 +38,16 @@ def prepare_qat_for_load_weights(model: nn.Module, device: torch.device | str | 
     Raises:
         ScopeStateError: no layer was processed under the patches.
         BadOptionError: another device than that of the model.
+        BadTargetError: this is no model.
     """
     inner = _inner(model)
     meta = ParamMeta(inner)
     found = next((p.device for p in inner.parameters() if not p.is_meta), None)
     if device is not None and found is not None:
-        wanted = torch.device(device)
+        try:
+            wanted = torch.device(device)
+        except RuntimeError:
+            raise BadOptionError(f"device={device!r} is no device; the live weights are on {found}") from None
         if wanted.type != found.type or wanted.index not in (None, found.index):
             raise BadOptionError(f"device={str(device)!r}: the weights are loaded where the live ones are, on {found}")
     meta.prepare()
@@ -54,6 +58,9 @@ def manual_process_weights_after_loading(model: nn.Module) -> int:
     """Process the weights of every quantised layer that has been loaded since; returns how many layers were asked.
 
     Layers with nothing new are left as they are, and so are KV-cache scales and layers whose plain weights vLLM has dropped.
+
+    Raises:
+        BadTargetError: this is no model.
     """
     asked = 0
     for module in _inner(model).modules():
@@ -74,5 +81,9 @@ def manual_process_weights_after_loading(model: nn.Module) -> int:
 
 
 def _inner(model: nn.Module) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise BadTargetError(
+            f"this needs vLLM's model (an nn.Module), got {type(model).__name__}; a runner holds it in `.model`"
+        )
     inner = getattr(model, "model", None)
     return inner if isinstance(inner, nn.Module) else model

@@ -161,10 +161,19 @@ def _pad(x: Tensor, dim: int, multiple: int, value: float) -> Tensor:
 
 
 def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's equal part of a tensor, padded with zeros first where it does not divide and `padding` is asked for."""
+    """This rank's equal part of a tensor, padded with zeros first where it does not divide and `padding` is asked for.
+
+    Raises:
+        BadOptionError: it does not divide, and no padding is asked for: the last elements would be nobody's.
+    """
     ranks, rank = get_ulysses_sequence_parallel_world_size(group), get_ulysses_sequence_parallel_rank(group)
     if padding:
         x = _pad(x, dim, ranks, 0)
+    if x.shape[dim] % ranks:
+        raise BadOptionError(
+            f"dimension {dim} of {list(x.shape)} cannot be shared by {ranks} ranks: pad it first (`ulysses_pad` with "
+            f"sp_size={ranks}), or pass padding=True"
+        )
     size = x.shape[dim] // ranks
     return x.narrow(dim, rank * size, size).contiguous()
 
@@ -182,10 +191,14 @@ def ulysses_pad(
         The padded ids and positions, and how many tokens were added.
 
     Raises:
-        BadOptionError: the positions are of more than one row, or of another number of tokens.
+        BadOptionError: this is no row, or the positions are of more than one row, or of another number of tokens.
     """
+    if input_ids_rmpad.ndim < 2:
+        raise BadOptionError(f"input_ids {list(input_ids_rmpad.shape)} are no packed row: wanted [1, N]")
     if position_ids_rmpad is not None and (
-        position_ids_rmpad.shape[-2] != 1 or position_ids_rmpad.shape[-1] != input_ids_rmpad.shape[-1]
+        position_ids_rmpad.ndim < 2
+        or position_ids_rmpad.shape[-2] != 1
+        or position_ids_rmpad.shape[-1] != input_ids_rmpad.shape[-1]
     ):
         raise BadOptionError(
             f"position_ids {list(position_ids_rmpad.shape)} do not belong to one packed row of {input_ids_rmpad.shape[-1]} "
