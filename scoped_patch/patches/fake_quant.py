@@ -118,10 +118,7 @@ class FakeQuant(Patch):
         return found, skipped
 
     def _ignores(self, name: str) -> bool:
-        return any(
-            re.fullmatch(pattern[3:], name) is not None if pattern.startswith("re:") else fnmatch.fnmatchcase(name, pattern)
-            for pattern in self.ignore
-        )
+        return any(_matches(pattern, name) for pattern in self.ignore)
 
     def supports(self, target: Any) -> Support:
         model = unwrap(target).model
@@ -147,7 +144,14 @@ class FakeQuant(Patch):
             absent = [name for name in found if name not in given]
             if absent:
                 return Support(False, f"input_global_scales has none for {absent[0]} ({len(absent)} are missing)")
-        return Support(True, skipped=tuple(skipped))
+        return Support(True, skipped=tuple(skipped), notes=tuple(self._idle_patterns(model)))
+
+    def _idle_patterns(self, model: nn.Module) -> Iterable[str]:
+        """Patterns that ignore nothing, other than those of the default, which are for every model."""
+        names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        for pattern in self.ignore:
+            if pattern not in DEFAULT_IGNORE and not any(_matches(pattern, name) for name in names):
+                yield f"the pattern {pattern!r} matches no linear layer"
 
     def fingerprint(self, target: Any) -> Hashable:
         return tuple((name, id(module)) for name, module in self.layers(target).items())
@@ -247,6 +251,10 @@ class FakeQuant(Patch):
                 scales[name] = tensor_scale(seen)
             given = scales
         return {**made, "input_global_scales": given}
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.fullmatch(pattern[3:], name) is not None if pattern.startswith("re:") else fnmatch.fnmatchcase(name, pattern)
 
 
 def _is_scale(value: Any) -> bool:

@@ -194,6 +194,29 @@ def test_temperatures_that_fit_nothing():
     session.restore()
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cu_seqlens": [0, 4, 7]}, "cu_seqlens: got \\[0, 4, 7\\], wanted an int32 or int64 tensor"),
+        ({"cu_seqlens": torch.tensor([])}, "cu_seqlens: got a torch.float32 tensor \\[0\\]"),
+        ({"cu_seqlens": torch.tensor([7])}, "cu_seqlens: got a torch.int64 tensor \\[1\\]"),
+        ({"cu_seqlens": torch.tensor([[0, 4, 7]])}, "cu_seqlens: got a torch.int64 tensor \\[1, 3\\]"),
+        ({"cu_seqlens": torch.tensor([0, 7, 4])}, "cu_seqlens goes down"),
+        ({"cu_seqlens_cpu": "cpu"}, "cu_seqlens_cpu: got 'cpu'"),
+        ({"cu_seqlens_cpu": torch.tensor([0, 7])}, "cu_seqlens has 3 boundaries, and cu_seqlens_cpu has 2"),
+    ],
+    ids=str,
+)
+def test_boundaries_that_are_none(changes, said):
+    model, _ = build("llama")
+    session = apply_monkey_patch(model, **FUSED)
+    inputs, _ = Engine(model).inputs(make_batch((4, 3), 0.7))
+    given = {"cu_seqlens": torch.tensor([0, 4, 7]), "cu_seqlens_cpu": None, **changes}
+    with pytest.raises(BadOptionError, match=said):
+        model(**{**inputs, **given}, use_cache=False)
+    session.restore()
+
+
 def test_qat_patches_need_vllm():
     if importlib.util.find_spec("vllm") is not None:
         session = apply_qat_patches()

@@ -157,6 +157,17 @@ def test_ignore_by_glob_and_by_regular_expression():
         assert torch.equal(logits(model), logits(rounded(model, FakeQuant(ignore=[]))))
 
 
+def test_a_pattern_that_matches_nothing_is_named():
+    """A slip in it would quantise what was to stay as it is; those of the default are for every model, and say nothing."""
+    model, _ = build("llama")
+    given = ["*.mlp.*", "model.layer.1.*", "re:layers", "*lm_head", "*router*"]
+    said = [
+        remark for remark in patched(model, fake_quant=FakeQuant(ignore=given)).plan().explain().remarks if "pattern" in remark
+    ]
+    assert [remark.split("'")[1] for remark in said] == ["model.layer.1.*", "re:layers"]
+    assert not [remark for remark in patched(model, fake_quant="w4a16").plan().explain().remarks if "pattern" in remark]
+
+
 def test_experts_are_named_as_left_alone():
     model, _ = build("qwen3_moe")
     plan = patched(model, fake_quant="w4a16").plan()

@@ -141,14 +141,14 @@ class VerlCalls(Patch):
         yield replace(edit, make=make)
 
     def forward(self, prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        cu_seqlens, on_host = (kwargs.pop(name, None) for name in _EXTRA)
+        cu_seqlens, on_host = (_boundaries(name, kwargs.pop(name, None)) for name in _EXTRA)
         temperature = kwargs.get("temperature")
         if temperature is not None:
             if not self.scores:
                 raise BadOptionError("temperature was passed to a model without fused kernels, which would ignore it")
             kwargs["temperature"] = self._aligned(temperature, cu_seqlens, kwargs)
         if cu_seqlens is not None:
-            longest = int((cu_seqlens if on_host is None else on_host).diff().max())
+            longest = _longest(cu_seqlens, on_host)
             bounds = cu_seqlens.to(torch.int32)
             kwargs.update(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=longest, max_length_k=longest)
         return prior(*args, **kwargs)
@@ -182,6 +182,27 @@ class VerlCalls(Patch):
             )
         rank = group.rank() if group is not None else torch.distributed.get_rank() % ranks
         return tokens[:, rank * size : (rank + 1) * size].contiguous()
+
+
+def _boundaries(name: str, given: Any) -> Tensor | None:
+    if given is None or (
+        isinstance(given, Tensor) and given.ndim == 1 and len(given) > 1 and given.dtype in (torch.int32, torch.int64)
+    ):
+        return given
+    what = f"a {given.dtype} tensor {list(given.shape)}" if isinstance(given, Tensor) else f"{given!r}"
+    raise BadOptionError(
+        f"{name}: got {what}, wanted an int32 or int64 tensor [samples + 1] of where samples begin, and the end"
+    )
+
+
+def _longest(cu_seqlens: Tensor, on_host: Tensor | None) -> int:
+    """How many tokens the longest sample has, read from the copy on the host where there is one."""
+    if on_host is not None and on_host.shape != cu_seqlens.shape:
+        raise BadOptionError(f"cu_seqlens has {len(cu_seqlens)} boundaries, and cu_seqlens_cpu has {len(on_host)}")
+    shortest, longest = torch.stack((cu_seqlens if on_host is None else on_host).diff().aminmax()).tolist()
+    if shortest < 0:
+        raise BadOptionError("cu_seqlens goes down: it must say where samples begin, in order, and where the last one ends")
+    return int(longest)
 
 
 def show_parameters(function: Any, prior: Any) -> None:
