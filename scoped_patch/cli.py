@@ -196,8 +196,11 @@ def build_on_meta(model: str) -> Any:
     import transformers
 
     config = _config(model)
-    classes = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
-    build: Any = next((one for one in classes if one is not None), None)
+    named = getattr(config, "architectures", None)
+    names = [name for name in named if isinstance(name, str)] if isinstance(named, (list, tuple)) else []
+    classes = [getattr(transformers, name, None) for name in names]
+    # Whatever else a config may name there is no model; then its type says which it is.
+    build: Any = next((one for one in classes if isinstance(one, type) and issubclass(one, transformers.PreTrainedModel)), None)
     if build is None:
         text_only, multimodal = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
         build = multimodal if type(config) in multimodal._model_mapping else text_only
@@ -244,8 +247,11 @@ def _config(model: str) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".:") if lines else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    # "Validation error for ...:" says nothing without what comes after it.
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".:")
 
 
 # ------------------------------------------------------------------------------------------------------ list

@@ -158,6 +158,32 @@ def test_an_unreadable_config_is_named(capsys, tmp_path, content):
     assert len(err.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("named", [["NoSuchModel"], [3], [None, "AutoConfig", "utils"], "Qwen3ForCausalLM", 3, {"a": 1}, []])
+def test_what_a_config_names_that_is_no_model_is_passed_over(capsys, tmp_path, named):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "qwen3", "num_hidden_layers": 2, "architectures": named}))
+    code, out, err = run(capsys, "explain", str(file), "--fused", "torch")
+    if code == OK:
+        assert "plan for Qwen3ForCausalLM" in out
+    else:  # transformers itself may refuse it
+        assert "cannot be read as a model's config" in err
+        assert len(err.strip().splitlines()) == 1
+
+
+def test_a_reason_in_more_than_one_line_is_given(capsys, monkeypatch, tmp_path):
+    import transformers
+
+    def refuse(*_, **__):
+        raise ValueError("Class validation error for validator 'sizes':\n    ValueError: too wide.\n  More lines")
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
+    code, _, err = run(capsys, "explain", str(tmp_path), "--fused", "torch")
+    assert code == USAGE
+    assert "Class validation error for validator 'sizes': ValueError: too wide; give a model's folder" in err
+    assert len(err.strip().splitlines()) == 1
+
+
 def test_a_folder_that_may_not_be_read(capsys, monkeypatch, tmp_path):
     def denied(self):
         raise PermissionError(13, "Permission denied", str(self))
