@@ -34,6 +34,8 @@ class ModelSession(Session):
 
     #: compiled code must be dropped when this session ends, as it was when it began
     resets_compiler = False
+    #: of the scope that was entered
+    on_compiled: OnCompiled = "error"
 
     def leave(self, body: BaseException | None) -> None:
         if body is not None:
@@ -129,6 +131,7 @@ class PatchedScope(Scope[ModelSession]):
 
     def apply(self) -> ModelSession:
         session = super().apply()
+        session.on_compiled = self.on_compiled
         if self.on_compiled == "reset" and class_slots(session.plan) and compiled_code_exists():
             session.resets_compiler = True
             reset_compiler()

@@ -11,14 +11,14 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from .compose import PatchedScope, patched
+from .compose import ModelSession, PatchedScope, patched
 from .engine import Patch
-from .engine.errors import BadOptionError, ScopeStateError
+from .engine.errors import BadOptionError, BadTargetError, ScopeStateError
 from .models.spec import is_multimodal
 from .patches import FakeQuant, FusedHead, PrefixGrouper, TiledMLP, Ulysses, VLMMixedBatch
 
@@ -38,17 +38,21 @@ _MODES = ("on_foreign", "on_compiled", "vlm_mixed_batch")
 _AUTOMATIC = ("checkpoint_replay", "saves_unpatched", "value_head")
 
 
-def to_spec(scope: PatchedScope) -> str:
-    """The options of a scope as JSON; its target is not in it.
+def to_spec(scope: PatchedScope | ModelSession) -> str:
+    """The options of a scope, entered or not, as JSON; its target is not in it.
 
     Raises:
+        BadTargetError: this is no scope.
         BadOptionError: an option or a patch has no form as text; says which.
     """
+    if not isinstance(scope, (PatchedScope, ModelSession)):
+        raise BadTargetError(f"a spec is made of a scope, as patched(model, ...) gives it, got {type(scope).__name__}")
+    patches = scope.plan.patches if isinstance(scope, ModelSession) else scope.patches
     spec: dict[str, Any] = {"scoped_patch": VERSION, "on_foreign": scope.on_foreign, "on_compiled": scope.on_compiled}
-    mixed = _mixed_batch(scope)
+    mixed = _mixed_batch(scope.root, patches)
     if mixed is not None:
         spec["vlm_mixed_batch"] = mixed
-    for patch in scope.patches:
+    for patch in patches:
         keyword = next((name for name, kind in _KEYWORDS.items() if type(patch) is kind), None)
         if keyword is not None:
             spec[keyword] = _fields(keyword, patch)
@@ -105,7 +109,7 @@ def read_spec(spec: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def exported(scope: PatchedScope) -> Iterator[str]:
+def exported(scope: PatchedScope | ModelSession) -> Iterator[str]:
     """Put the scope's spec into this process's environment for the length of the block: children started in it inherit it.
 
     Yields:
@@ -123,13 +127,13 @@ def exported(scope: PatchedScope) -> Iterator[str]:
             os.environ[VARIABLE] = before
 
 
-def _mixed_batch(scope: PatchedScope) -> bool | None:
+def _mixed_batch(root: Any, patches: Iterable[Patch]) -> bool | None:
     """The keyword that the scope was made with: None where `patched` decides by itself, and would decide the same."""
-    given = [patch for patch in scope.patches if isinstance(patch, VLMMixedBatch)]
-    spread = any(isinstance(patch, Ulysses) for patch in scope.patches)
+    given = [patch for patch in patches if isinstance(patch, VLMMixedBatch)]
+    spread = any(isinstance(patch, Ulysses) for patch in patches)
     if given:
         return None if spread and not given[0].required else True
-    return False if spread and is_multimodal(scope.root) else None
+    return False if spread and is_multimodal(root) else None
 
 
 def _fields(keyword: str, patch: Patch) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 
 from scoped_patch import (
     BadOptionError,
+    BadTargetError,
     FakeQuant,
     FusedHead,
     PatchErrorGroup,
@@ -24,7 +25,7 @@ from scoped_patch import (
     patched,
     wrap_call,
 )
-from scoped_patch.spec import VARIABLE, exported, from_spec, to_spec
+from scoped_patch.spec import VARIABLE, VERSION, exported, from_spec, to_spec
 from tests.support.models import token_ids
 from tests.tiny_models import build
 
@@ -75,6 +76,34 @@ def test_whether_batches_without_images_run_the_tower(given, spread):
     for one in (scope, again):
         assert any(patch.name == "vlm_mixed_batch" for patch in one.patches) == wanted
         assert ("vlm_mixed_batch" in str(one.plan().explain(full=True))) == wanted
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_vl"])
+def test_of_a_scope_that_is_entered(family):
+    """What `with patched(...) as scope` gives is as good as the scope."""
+    model, _ = build(family)
+    options = {
+        "fused": FusedHead("torch", temperature=0.5),
+        "tiled_mlp": 2,
+        "sp": 1,
+        "on_foreign": "keep",
+        "on_compiled": "reset",
+    }
+    for given in (None, False):
+        step = patched(model, **options, vlm_mixed_batch=given)
+        with step as scope:
+            assert to_spec(scope) == to_spec(step)
+            with exported(scope) as spec:
+                assert os.environ[VARIABLE] == spec
+        assert to_spec(scope) == to_spec(step)
+
+
+@pytest.mark.parametrize("thing", [None, "fused", {"fused": "torch"}, torch.nn.Linear(1, 1)], ids=repr)
+def test_what_is_no_scope_has_no_spec(thing):
+    with pytest.raises(BadTargetError, match="a spec is made of a scope"):
+        to_spec(thing)
+    with pytest.raises(BadTargetError, match="a spec is made of a scope"), exported(thing):
+        pass
 
 
 def test_written_by_hand():
@@ -149,7 +178,9 @@ def test_the_plugin_reads_the_qat_part(monkeypatch):
     monkeypatch.setenv(VARIABLE, json.dumps({"scoped_patch": 1, "fused": "torch"}))
     plugin.register()
     assert not active()
-    for held in ("nonsense", "[]", json.dumps({"scoped_patch": 1, "qat": ["nvfp5"]})):
+    assert (plugin.SPEC_VARIABLE, plugin.SPEC_VERSION) == (VARIABLE, VERSION)
+    other_version = json.dumps({"scoped_patch": VERSION + 1, "qat": ["nvfp4_moe"]})
+    for held in ("nonsense", "[]", "[" * 100_000, "{}", other_version, json.dumps({"scoped_patch": 1, "qat": ["nvfp5"]})):
         monkeypatch.setenv(VARIABLE, held)
         with pytest.raises(BadOptionError):
             plugin.register()

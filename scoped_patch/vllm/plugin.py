@@ -14,7 +14,9 @@ from typing import Any
 logger = logging.getLogger("scoped_patch")
 
 VARIABLE = "SCOPED_PATCH_VLLM_QAT"
+# As in `scoped_patch.spec`, which knows this package and so cannot be asked from here.
 SPEC_VARIABLE = "SCOPED_PATCH_SPEC"
+SPEC_VERSION = 1
 _session: object = None
 
 
@@ -39,9 +41,17 @@ def register() -> None:
 def _in_spec() -> Any:
     """What the spec in the environment says of `qat`, if there is one; what else it says is for the trainer's processes."""
     spec = os.environ.get(SPEC_VARIABLE, "")
-    try:
-        return json.loads(spec).get("qat", "") if spec else ""
-    except (ValueError, AttributeError):
-        from ..engine.errors import BadOptionError
+    if not spec:
+        return ""
+    from ..engine.errors import BadOptionError
 
+    try:
+        read = json.loads(spec)
+        version, wanted = read.get("scoped_patch"), read.get("qat", "")
+    except (ValueError, AttributeError, RecursionError):
         raise BadOptionError(f"{SPEC_VARIABLE} holds no spec (a JSON object): {spec[:80]!r}") from None
+    if type(version) is not int or version != SPEC_VERSION:
+        raise BadOptionError(
+            f"{SPEC_VARIABLE} holds a spec of version {version!r}, and this scoped_patch reads version {SPEC_VERSION}"
+        )
+    return wanted
