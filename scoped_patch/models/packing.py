@@ -48,15 +48,19 @@ def sample_starts(position_ids: Tensor | None, cu_seqlens: Tensor | None, length
         return inner[None]
     if position_ids is None:
         return None
-    axes = position_ids if position_ids.ndim == 3 else position_ids.reshape(1, -1, position_ids.shape[-1])
-    if len(axes) == 4:
-        axes = axes[:1]
+    axes = deciding_axes(position_ids)
     before, here = axes[..., :-1], axes[..., 1:]
     # Positions may rise through 0, as where a model adds the offset of an earlier batch's images; -1, -1, 0 is a filler's end.
     earlier = torch.nn.functional.pad(before[..., :-1], (1, 0), value=-2)
     rises = (before == -1) & (earlier == -2)
     restart = (here < before).all(0) | ((here == 0) & ~rises).all(0)
     return torch.nn.functional.pad(restart, (1, 0), value=False)
+
+
+def deciding_axes(position_ids: Tensor) -> Tensor:
+    """The axes [.., B, S] that have to agree on where a sample begins: of four the first, which is the text's; else all."""
+    axes = position_ids if position_ids.ndim == 3 else position_ids.reshape(1, -1, position_ids.shape[-1])
+    return axes[:1] if len(axes) == 4 else axes
 
 
 def aligned_targets(kwargs: dict[str, Any], ignore_index: int = IGNORE_INDEX) -> Tensor | None:

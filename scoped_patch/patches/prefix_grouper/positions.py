@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...engine.errors import BadOptionError
+from ...models.packing import deciding_axes
 from .packing import Packing, RealTokens
 
 
@@ -52,10 +53,7 @@ def relative_positions(position_ids: Tensor, tokens: RealTokens) -> Tensor:
     """
     first = tokens.first.to(position_ids.device)[:, None]
     relative = position_ids - position_ids.gather(-1, first.expand(*position_ids.shape[:-1], 1))
-    aligned = tokens.aligned(relative, relative.ndim - 2)
-    axes = aligned if aligned.ndim == 3 else aligned[None]
-    if len(axes) == 4:
-        axes = axes[:1]  # the text's
+    axes = deciding_axes(tokens.aligned(relative, relative.ndim - 2))
     lengths = torch.tensor(tokens.lengths, device=axes.device)[:, None]
     inside = torch.arange(1, axes.shape[-1], device=axes.device) < lengths
     if bool(((axes[..., 1:] < axes[..., :-1]).all(0) & inside).any()):
