@@ -24,6 +24,7 @@ from ..engine.errors import BadOptionError, SeamNotReachedError, UnsupportedErro
 from ..models.modules import changed_linear, counting_edit, forward_edit, is_plain_linear, refuse_replaced_forward, runs_past
 from ..models.spec import describe
 from ..models.unwrap import unwrap
+from ..ops.group_devices import device_for
 from ..ops.nvfp4 import BLOCK, FUSED, fake_quantize, largest, tensor_scale
 
 RANK = 5  # innermost: what is patched around a linear layer sees the layer that it is now
@@ -246,8 +247,9 @@ class FakeQuant(Patch):
                 if seen is None:
                     raise BadOptionError(f"fake_quant: {name} has seen no input in training mode, so its scale is not known")
                 if process_group is not None:
-                    seen = seen.clone()
-                    torch.distributed.all_reduce(seen, torch.distributed.ReduceOp.MAX, process_group)
+                    largest_of_all = seen.to(device_for(process_group, seen), copy=True)
+                    torch.distributed.all_reduce(largest_of_all, torch.distributed.ReduceOp.MAX, process_group)
+                    seen = largest_of_all.to(seen.device)
                 scales[name] = tensor_scale(seen)
             given = scales
         return {**made, "input_global_scales": given}

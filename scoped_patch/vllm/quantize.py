@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from ..engine.errors import BadOptionError, UnsupportedError
+from ..ops.group_devices import device_for
 from ..ops.nvfp4 import BLOCK, FUSED
 
 _ROWS = 1024  # packed at a time: packing needs 36 bytes for every weight
@@ -129,7 +130,9 @@ class _Quantizer:
             [w.detach().abs().amax().float() if w.numel() else w.new_zeros((), dtype=torch.float32) for w in weights.values()]
         ).amax()
         if self._group is not None:
-            torch.distributed.all_reduce(top, torch.distributed.ReduceOp.MAX, self._group)
+            agreed = top.to(device_for(self._group, top))
+            torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX, self._group)
+            top = agreed.to(top.device)
         global_scale = generate_gparam(-top, top)
         input_scale = self._input_scale(list(weights)) if self._scheme == "w4a4" else None
         for name, weight in weights.items():

@@ -1,4 +1,4 @@
-"""Several gloo ranks on this machine, for tests: `results = spawn(2, function, ...)`."""
+"""Several ranks on this machine, of gloo or NCCL, for tests: `results = spawn(2, function, ...)`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,15 @@ class RankError(AssertionError):
     """A rank raised, died or took too long; the message holds its traceback."""
 
 
-def spawn(world: int, function: Callable[..., Any], *args: Any, timeout: float = 180.0, start: str = "forkserver") -> list[Any]:
-    """Run `function(rank, world, *args)` in `world` processes that form a gloo group; what they return, by rank.
+def spawn(
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 180.0,
+    start: str = "forkserver",
+    backend: str = "gloo",
+) -> list[Any]:
+    """Run `function(rank, world, *args)` in `world` processes that form a group; what they return, by rank.
 
     The function must be importable (module level), its arguments and results picklable. Each rank computes on one thread.
 
@@ -38,6 +45,7 @@ def spawn(world: int, function: Callable[..., Any], *args: Any, timeout: float =
         timeout: seconds for the whole run; collectives give up a little earlier, and after two minutes at most, so that a
             rank that waits for another one says where.
         start: how processes start; CUDA wants `"spawn"`.
+        backend: `"gloo"`, or `"nccl"`: rank i takes card i, and where there are fewer cards, ranks share them.
 
     Raises:
         RankError: a rank failed; all others are ended first. The first failure's traceback is the message.
@@ -47,7 +55,7 @@ def spawn(world: int, function: Callable[..., Any], *args: Any, timeout: float =
         context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         processes = [
-            context.Process(target=_run, args=(rank, world, folder, timeout, function, args), daemon=True)
+            context.Process(target=_run, args=(rank, world, folder, timeout, backend, function, args), daemon=True)
             for rank in range(world)
         ]
         deadline = time.monotonic() + timeout
@@ -89,7 +97,31 @@ def _failures(processes: list[Any], folder: Path) -> list[str]:
     return failures
 
 
-def _run(rank: int, world: int, folder: str, timeout: float, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def take_card(rank: int, world: int) -> Any:
+    """Make card `rank` this process's own, for NCCL; with fewer cards than ranks, one that it shares. Returns the device.
+
+    NCCL refuses two ranks on one card of one host. Told that every rank is a host, it sends through sockets: right, and
+    slow, so that what is measured there says nothing about NCCL's speed.
+    """
+    import torch
+
+    cards = torch.cuda.device_count()
+    if cards < world:
+        os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    device = torch.device("cuda", rank % cards)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _run(
+    rank: int,
+    world: int,
+    folder: str,
+    timeout: float,
+    backend: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
     # The loopback device: finding the host's own address by name fails or takes seconds on some machines.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"] = str(rank), str(rank), str(world)
@@ -99,8 +131,10 @@ def _run(rank: int, world: int, folder: str, timeout: float, function: Callable[
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
+        if backend == "nccl":
+            take_card(rank, world)
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{folder}/rendezvous",
             rank=rank,
             world_size=world,

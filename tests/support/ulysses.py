@@ -307,11 +307,17 @@ def take(model: nn.Module) -> dict[str, Tensor]:
 def reduced_gradients(model: nn.Module, world: int, how: str, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
     """As a trainer reduces them over the ranks."""
     found = take(model)
-    for g in found.values():
-        dist.all_reduce(g, group=group)
-        if how == "mean":
-            g /= world
+    device = group_device(group)
+    for name, g in found.items():
+        total = g.to(device)
+        dist.all_reduce(total, group=group)
+        found[name] = (total / world if how == "mean" else total).cpu()
     return found
+
+
+def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where tensors must be for the collectives of a group: NCCL takes none of the CPU's."""
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
 def relative(found: Tensor, right: Tensor) -> float:

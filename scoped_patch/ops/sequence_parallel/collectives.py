@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..group_devices import check_device
 from . import failures
 
 # Renamed in torch 2.13; the old names warn there.
@@ -63,6 +64,7 @@ def _note(kind: str, sent: Tensor) -> None:
 
 def all_to_all(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Row j goes to rank j; row i of the result came from rank i. [n, ...] -> [n, ...]."""
+    check_device(group, buffer, "an all-to-all")
     buffer = buffer.contiguous()
     out = torch.empty_like(buffer)
     _note("all_to_all", buffer)
@@ -72,6 +74,7 @@ def all_to_all(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Every rank's `x`. [...] -> [n, ...]."""
+    check_device(group, x, "an all-gather")
     x = x.contiguous()
     out = x.new_empty(dist.get_world_size(group), *x.shape)
     _note("all_gather", x)
@@ -83,6 +86,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def reduce_scatter_sum(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over ranks of the row that is this rank's. [n, ...] -> [...]."""
+    check_device(group, buffer, "a reduce-scatter")
     buffer = buffer.contiguous()
     _note("reduce_scatter", buffer)
     if _watched(buffer):
@@ -97,6 +101,7 @@ def reduce_scatter_sum(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def all_reduce_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over ranks, in a new tensor."""
+    check_device(group, x, "an all-reduce")
     out = x.clone(memory_format=torch.contiguous_format)
     _note("all_reduce", out)
     _finish(dist.all_reduce(out, group=group, async_op=_watched(out)), group, "an all-reduce")

@@ -14,6 +14,7 @@ from ...models.attention import bind_positional
 from ...models.packing import CU_SEQLENS, IGNORE_INDEX, aligned_targets
 from ...models.sharding import SequenceShard
 from ...models.spec import describe, is_multimodal
+from ...ops.group_devices import device_for
 from ...ops.sequence_parallel import all_gather, all_reduce_sum, pad_sequence, shard_length
 
 #: [batch, sequence] arguments of a model's call
@@ -90,7 +91,7 @@ def learn_of_others(shard: SequenceShard, kwargs: dict[str, Any]) -> None:
         rows["targets"] = kwargs[given]
     elif ids is not None:
         rows["targets"] = ids
-    stacked = torch.stack([x.to(torch.int64) for x in rows.values()])
+    stacked = torch.stack([x.to(first.device, torch.int64) for x in rows.values()])  # labels may have stayed on the CPU
     if shard.group is not None:
         gathered = all_gather(stacked, shard.group).permute(1, 2, 0, 3).flatten(2)
     else:
@@ -119,7 +120,9 @@ def cut_targets(shard: SequenceShard, kwargs: dict[str, Any]) -> None:
         shard.targets = kwargs["shift_labels"] = given.contiguous()
         if kwargs.get("labels") is not None:
             count = _count(given)
-            _share_of_loss(shard, kwargs, count if shard.group is None else all_reduce_sum(count, shard.group))
+            if shard.group is not None:
+                count = all_reduce_sum(count.to(device_for(shard.group, count)), shard.group)
+            _share_of_loss(shard, kwargs, count)
         return
     whole = aligned_targets(kwargs)
     if whole is None:

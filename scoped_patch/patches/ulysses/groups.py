@@ -84,8 +84,24 @@ def resolve(group: GroupLike) -> dist.ProcessGroup | None:
     known = _made.setdefault(world, {})
     found = known.get(ranks)
     if found is None or not failures.settle(found):
-        found = known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        found = known[ranks] = _make(world, ranks)
     return found
+
+
+def _make(world: Any, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A group that the given ranks alone make.
+
+    Where the default group was told its device (`init_process_group(device_id=)`), torch makes NCCL groups by splitting
+    its communicator, which waits for all of its ranks: for ever, if only some of them use this model, or make a broken group
+    anew. Not told, it makes a communicator of these ranks at the first collective.
+    """
+    bound = world.bound_device_id
+    try:
+        world.bound_device_id = None
+        made: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+    finally:
+        world.bound_device_id = bound
+    return made
 
 
 def _given(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
