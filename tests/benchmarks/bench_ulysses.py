@@ -1,194 +1,142 @@
-"""Sequence parallelism on ranks of this machine: equality with one process, time, bytes; and the exchange by itself.
+"""Sequence parallelism over any number of ranks: equality with one process, time by part, bytes, bandwidth, memory.
 
-    python tests/benchmarks/bench_ulysses.py                                    two gloo ranks on the CPU
+    python tests/benchmarks/bench_ulysses.py                                     two gloo ranks on the CPU
+    python tests/benchmarks/bench_ulysses.py --ranks 4 --sp 2 --fsdp             four, with FSDP2 on a (dp, sp) mesh
+    python tests/benchmarks/bench_ulysses.py --device cuda --ranks 4 --fsdp      four GPUs, NCCL
+    torchrun --nproc-per-node 4 tests/benchmarks/bench_ulysses.py --device cuda --fsdp --json results.json
     python tests/benchmarks/bench_ulysses.py --device cuda --attention flash_attention_4 --dtype bfloat16 --length 16384
-                                                                                the ranks share one card, through gloo
+                                                                                 with fewer GPUs than ranks: gloo, shared
+    python tests/benchmarks/bench_ulysses.py --device cuda --backend nccl --share --only equality
+                                                                                 NCCL although ranks share a card
 
-The first table is a training step of a small Llama: one process, `sp=1`, and every rank of `sp=RANKS`. On a machine whose
-cores, or whose one card, the ranks share, they cannot be faster than one process: the times show what the exchange costs.
-The second is the exchange of one layer: queries, keys and values in one buffer, against an all-to-all of lists for each.
+Ends with 1 if anything is not as in one process, or moves other bytes than documented. Parts (`--only`):
+
+equality: tiny Llama and Qwen3 models, KV heads below and above the ranks, plain and packed rows, each attention that runs here.
+step: a training step of a small Llama in one process, with `sp=1`, and on every rank.
+layer: one attention layer of Qwen3-8B's shape at every `--length`, split into projections, packing, all-to-all, attention and
+unpacking; the same with communication behind computation, and with an all-to-all of lists for each tensor; and the bandwidth
+of the exchange beside that of bare all-to-alls. All ranks share one sequence here.
+
+On a machine whose cores, or whose one card, the ranks share, times show what the exchange costs there and no gain.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import json
 import os
-import statistics
+import shlex
 import sys
-import tempfile
-import time
-from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-ROOT = os.path.abspath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
-sys.path.insert(0, ROOT)
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, os.path.abspath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")))
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import torch
 
-from scoped_patch import patched  # noqa: E402
-from scoped_patch.ops.sequence_parallel import count_collectives, heads_from_sequence, sequence_from_heads  # noqa: E402
+from tests.benchmarks import ulysses_bandwidth, ulysses_layer, ulysses_report, ulysses_step
+from tests.benchmarks.ulysses_ranks import Place, run_ranks
+from tests.support import ulysses_equality
 
-HEADS, KV_HEADS, HEAD_DIM = 16, 4, 64
-
-
-def timed(function: Callable[[], Any], device: str, repeats: int) -> float:
-    """Median milliseconds, the first call left out."""
-    times = []
-    for _ in range(repeats + 1):
-        started = time.perf_counter()
-        function()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - started) * 1e3)
-    return statistics.median(times[1:])
+SECTIONS = ("equality", "step", "layer")
 
 
-def model_step(options: argparse.Namespace, sp: int | None) -> dict[str, Any]:
-    from transformers import LlamaConfig, LlamaForCausalLM, logging
-
-    logging.set_verbosity_error()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=HEADS * HEAD_DIM,
-        intermediate_size=2048,
-        num_hidden_layers=options.layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=options.length,
-    )
-    dtype = getattr(torch, options.dtype)
-    model = LlamaForCausalLM._from_config(config, attn_implementation=options.attention, dtype=dtype).to(options.device)
-    ids = torch.randint(0, 4096, (1, options.length), generator=torch.Generator().manual_seed(1)).to(options.device)
-    kept: list[torch.Tensor] = []
-
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        out = model(input_ids=ids, use_cache=False)
-        kept[:] = [out.log_probs.detach().float().cpu()]
-        out.log_probs.mean().backward()
-
-    scope = patched(model, sp=sp, fused="torch")
-    with scope, count_collectives() as log:
-        milliseconds = timed(step, options.device, options.repeats)
-    norm = torch.stack([p.grad.float().square().sum() for p in model.parameters()])
-    gradient = model.model.layers[0].self_attn.q_proj.weight.grad.float().cpu()
-    if sp is not None and sp > 1:
-        dist.all_reduce(gradient)
-        gradient /= sp
-    calls = len(log.calls) // (options.repeats + 1)
-    size = sum(size for _, size in log.calls) / (options.repeats + 1) / 2**20
-    assert bool(norm.isfinite().all())
-    return {"ms": milliseconds, "log_probs": kept[0], "gradient": gradient, "collectives": calls, "MiB": size}
-
-
-def exchange(options: argparse.Namespace, ranks: int) -> tuple[float, float]:
-    """Forward and backward of one layer's exchange: ours, and four all-to-alls of lists with copies around each."""
-    dtype, size = getattr(torch, options.dtype), options.length // ranks
-    shapes = [(1, heads, size, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    tensors = [torch.randn(shape, device=options.device, dtype=dtype).requires_grad_() for shape in shapes]
-    group = dist.group.WORLD
-    listed = _takes_lists(tensors[0])
-
-    def one(x: torch.Tensor, scatter: int, gather: int) -> torch.Tensor:
-        sent = [part.contiguous() for part in x.chunk(ranks, scatter)]
-        received = [torch.empty_like(part) for part in sent]
-        if listed:
-            dist.all_to_all(received, sent, group=group)
-        else:
-            whole = torch.empty(ranks, *sent[0].shape, device=x.device, dtype=x.dtype)
-            dist.all_to_all_single(whole, torch.stack(sent), group=group)
-            received = list(whole.unbind())
-        return torch.cat(received, gather)
-
-    def lists() -> None:
-        with torch.no_grad():
-            q, *_ = (one(x, 1, 2) for x in tensors)
-            one(q, 2, 1)
-            there = [one(x, 2, 1) for x in (q, q[:, : KV_HEADS // ranks], q[:, : KV_HEADS // ranks])]
-            one(there[0], 1, 2)
-
-    def ours() -> None:
-        for x in tensors:
-            x.grad = None
-        q, k, v = heads_from_sequence(tensors, group)
-        (sequence_from_heads(q.transpose(1, 2), group).sum() + k.sum() + v.sum()).backward()
-
-    return timed(ours, options.device, options.repeats), timed(lists, options.device, options.repeats)
-
-
-def _takes_lists(x: torch.Tensor) -> bool:
-    """Not every version of gloo has an all-to-all of lists; it is made of stacked ones there."""
-    try:
-        pieces = [x.detach()[..., :1, 0].contiguous() for _ in range(dist.get_world_size())]
-        dist.all_to_all([torch.empty_like(piece) for piece in pieces], pieces)
-    except RuntimeError:
-        return False
-    return True
-
-
-def work(rank: int, ranks: int, folder: str, options: argparse.Namespace) -> None:
-    if options.device == "cpu":
-        torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
-    found = {"step": model_step(options, ranks), "exchange": exchange(options, ranks)}
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def alone(folder: str, options: argparse.Namespace) -> None:
-    if options.device == "cpu":
-        torch.set_num_threads(1)
-    torch.save([model_step(options, None), model_step(options, 1)], f"{folder}/alone.pt")
-
-
-def started(context: Any, processes: list[Any]) -> None:
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
-        sys.exit("a process failed")
-
-
-def main() -> None:
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--attention", default="sdpa")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--ranks", type=int, help="processes to start (2); under torchrun its own number")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help="nccl where every rank has a GPU, else gloo")
+    parser.add_argument("--share", action="store_true", help="let ranks of NCCL share cards")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--sp", type=int, help="equality: ranks that share a sequence (all); the others are data parallel")
+    parser.add_argument("--fsdp", action="store_true", help="equality: FSDP2, fused head, tiles and checkpointing too")
+    parser.add_argument("--every", type=int, default=1, help="equality: take every n-th setting")
+    parser.add_argument("--attention", default="sdpa", choices=("sdpa", "flash_attention_4"))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="step and layer (bfloat16 on a GPU, else float32)")
+    parser.add_argument("--length", type=int, nargs="+", help="tokens (1024; on a GPU 32768 and 131072); step: the least")
+    parser.add_argument("--layers", type=int, default=4, help="of the step's model")
     parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="bench") as folder:
-        started(context, [context.Process(target=alone, args=(folder, options))])
-        started(context, [context.Process(target=work, args=(r, options.ranks, folder, options)) for r in range(options.ranks)])
-        plain, single = torch.load(f"{folder}/alone.pt")
-        ranks = [torch.load(f"{folder}/{rank}.pt") for rank in range(options.ranks)]
-    what = f"{options.length} tokens, {options.layers} layers, {options.attention}, {options.dtype}, {options.device}"
-    print(f"\n{what}; torch {torch.__version__}, {os.cpu_count()} cores\n")
-    print("| | step ms | log_probs off by | gradient off by | collectives | MiB handed in |")
-    print("|---|---|---|---|---|---|")
-    rows = [("one process", plain), ("sp=1", single)]
-    rows += [(f"sp={options.ranks}, rank {rank}", found["step"]) for rank, found in enumerate(ranks)]
-    for name, one in rows:
-        log_probs = (one["log_probs"] - plain["log_probs"]).abs().max().item()
-        gradient = (one["gradient"] - plain["gradient"]).abs().max() / plain["gradient"].abs().max()
-        cells = f"{one['ms']:.1f} | {log_probs:.1e} | {gradient.item():.1e} | {one['collectives']} | {one['MiB']:.1f}"
-        print(f"| {name} | {cells} |")
-    print("\n| exchange of one layer, forward and backward | ms |\n|---|---|")
-    print(f"| two collectives each way | {statistics.mean(found['exchange'][0] for found in ranks):.2f} |")
-    print(
-        f"| four all-to-alls of lists each way, with copies | {statistics.mean(found['exchange'][1] for found in ranks):.2f} |"
-    )
+    for name, value in asdict(ulysses_layer.Shape()).items():
+        parser.add_argument("--" + name.replace("_", "-"), type=int, default=value, help="of the layer")
+    parser.add_argument("--json", type=Path, help="write all numbers there")
+    options = parser.parse_args(arguments)
+    options.dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
+    options.length = options.length or ([32768, 131072] if options.device == "cuda" else [1024])
+    return options
+
+
+def work(place: Place, options: argparse.Namespace) -> int:
+    """Everything that was asked for, on this rank; the exit status, the same on every rank."""
+    found: dict[str, Any] = {"environment": _environment(place)}
+    if "equality" in options.only:
+        found["equality"] = _equality(place, options)
+        found["left_out"] = [why for why in (ulysses_equality.why_no_flash(place.device),) if why]
+    if "step" in options.only:
+        found["step"] = ulysses_step.measure(options, place)
+    if "layer" in options.only:
+        found["layer"] = [_layer(place, options, length) for length in options.length]
+    wrong = any(row["problems"] or row["bytes"] != row["formula"] for row in found.get("equality", []))
+    wrong |= any(rank["bytes"] != one["formula"] for one in found.get("layer", []) for rank in one["ranks"])
+    if place.rank == 0:
+        print("\n".join(ulysses_report.lines(found)), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return int(wrong)
+
+
+def _environment(place: Place) -> dict[str, Any]:
+    import transformers
+
+    cuda = place.device.type == "cuda"
+    return {
+        "command": shlex.join(["python", "tests/benchmarks/bench_ulysses.py", *sys.argv[1:]]),
+        "ranks": place.world,
+        "backend": place.backend,
+        "device": torch.cuda.get_device_name(place.device) if cuda else f"cpu, {os.cpu_count()} cores",
+        "cards": torch.cuda.device_count() if cuda else 0,
+        "shared": place.shared,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if place.backend == "nccl" else None,
+    }
+
+
+def _equality(place: Place, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each setting: of every number the worst of all ranks."""
+    sp = options.sp or place.world
+    mesh = ulysses_equality.make_mesh(sp, place.device)
+    rows = []
+    for setting in ulysses_equality.settings(sp, place.device, options.fsdp)[:: options.every]:
+        ranks = [asdict(found) for found in place.gather(ulysses_equality.measure(setting, mesh, place.device))]
+        row: dict[str, Any] = {"setting": str(setting), **ranks[0]}
+        for name in ("outputs", "gradients", "usual_outputs", "usual_gradients"):
+            row[name] = max(rank[name] for rank in ranks)
+        row["problems"] = [f"rank {i}: {problem}" for i, rank in enumerate(ranks) for problem in rank["problems"]]
+        rows.append(row)
+    return rows
+
+
+def _layer(place: Place, options: argparse.Namespace, length: int) -> dict[str, Any]:
+    shape = ulysses_layer.Shape(options.heads, options.kv_heads, options.head_dim, options.hidden)
+    dtype = getattr(torch, options.dtype)
+    layer = ulysses_layer.Layer(shape, length, place, dtype, options.attention)
+    ranks = place.gather(ulysses_layer.measure(layer, options.repeats))
+    del layer
+    bandwidth = place.gather(ulysses_bandwidth.measure(shape, length, place, dtype, options.repeats))
+    times = {way: sum(rank["ways"][way]["ms"] for rank in ranks) for way in ranks[0]["ways"]}
+    return {
+        "length": length,
+        "shape": asdict(shape),
+        "attention": options.attention,
+        "dtype": options.dtype,
+        "formula": 2 * sum(shape.bytes(length, place.world, dtype.itemsize)),
+        "fastest": min(times, key=times.__getitem__),
+        "ranks": ranks,
+        "bandwidth": bandwidth,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_ranks(parsed(), work))
