@@ -125,7 +125,7 @@ def _layer(place: Place, options: argparse.Namespace, length: int) -> dict[str, 
     ranks = place.gather(ulysses_layer.measure(layer, options.repeats))
     del layer
     bandwidth = place.gather(ulysses_bandwidth.measure(shape, length, place, dtype, options.repeats))
-    times = {way: sum(rank["ways"][way]["ms"] for rank in ranks) for way in ranks[0]["ways"]}
+    times = {way: sum(rank["ways"][way]["least_ms"] for rank in ranks) for way in ranks[0]["ways"]}
     return {
         "length": length,
         "shape": asdict(shape),

@@ -178,6 +178,7 @@ def _ways(layer: Layer, repeats: int) -> dict[str, Any]:
     for way in ways:
         whole, silent = _median(times[way, False][1:]), _median(times[way, True][1:])
         made[way] = {"ms": whole, "without_communication_ms": silent, "exposed_ms": whole - silent}
+        made[way]["least_ms"] = min(times[way, False][1:])
         made[way]["off"] = max(_far(a, b) for a, b in zip(_values(layer, way), right, strict=True))
     return made
 
