@@ -7,7 +7,8 @@
 #   make lint       ruff, mypy --strict, and the import floors
 #   make format     let ruff format everything
 #   make bench      the benchmarks, as printed tables
-#   make bench-gpu  those for a machine with a CUDA device, in whatever environment PYTHON is; PEERS=DIR for peers of the tiled MLP
+#   make bench-gpu  those for a machine with a CUDA device, in whatever environment PYTHON is; PEERS=DIR for peers of the tiled MLP;
+#                   RANKS=4 for sequence parallelism over four GPUs
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -99,7 +100,7 @@ bench-gpu:
 	PYTHONPATH=. $(PYTHON) tests/benchmarks/bench_fused_head.py --model
 	PYTHONPATH=. $(PYTHON) tests/benchmarks/bench_tiled_mlp.py --full $(if $(PEERS),--peers $(PEERS))
 	PYTHONPATH=. $(PYTHON) tests/benchmarks/bench_prefix.py
-	PYTHONPATH=. $(PYTHON) tests/benchmarks/bench_ulysses.py --device cuda --dtype bfloat16 --length 16384
+	PYTHONPATH=. $(PYTHON) tests/benchmarks/bench_ulysses.py --device cuda --length 16384 --fsdp $(if $(RANKS),--ranks $(RANKS))
 
 clean:
 	rm -rf $(VENV) $(VENV_VLLM) .venvs build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -74,7 +74,15 @@ def test_two_ranks_on_the_cpu(tmp_path):
 
     for title in ("Equality with one process: 3 of 3", "A training step", "48 tokens, one layer: 8 heads, 1 KV heads"):
         assert f"### {title}" in printed
+    assert "--json" not in printed
     assert printed.splitlines() == "\n".join(ulysses_report.lines(found)).splitlines()
+
+    # Bars are for NCCL with a card for each rank. Sockets and milliseconds meet none.
+    assert "bar:" not in printed
+    where["backend"] = "nccl"
+    assert "(bar: at most 10 %; NOT met)" in "\n".join(ulysses_report.lines(found))
+    where["shared"] = True
+    assert "bar:" not in "\n".join(ulysses_report.lines(found))
 
 
 def test_under_torchrun_with_data_parallel_ranks(tmp_path):

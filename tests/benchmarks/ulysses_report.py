@@ -105,6 +105,6 @@ def _layer(one: dict[str, Any], where: dict[str, Any]) -> Iterator[str]:
 
 def _bar(met: bool, where: dict[str, Any], what: str) -> str:
     """A bar counts where every rank has a GPU of its own under NCCL."""
-    if where["backend"] != "nccl" or where["shared"]:
+    if where["backend"] != "nccl" or where["shared"] or where["ranks"] < 2:
         return ""
     return f" (bar: {what}; {'met' if met else 'NOT met'})"

@@ -183,7 +183,8 @@ def test_nothing_of_a_call_is_exchanged_from_the_cpu(monkeypatch):
         ids, labels = inputs["input_ids"].to("meta"), inputs["labels"]
         for layout in ("full", "sharded"):
             with patched(model, sp=Ulysses(2, inputs=layout)) as scope:
-                out = model(input_ids=ids, labels=labels)
+                positions = {"position_ids": torch.arange(ids.shape[1])[None]} if layout == "sharded" else {}
+                out = model(input_ids=ids, labels=labels, **positions)
                 (out.logits.sum() + out.loss).backward()
                 assert scope.gather(out.logits).is_meta
     finally:
