@@ -20,17 +20,17 @@ SMALL = ["--heads", "8", "--kv-heads", "1", "--head-dim", "16", "--hidden", "32"
 SMALL += ["--repeats", "1"]
 
 
-def ran(command: list[str], path: Path, status: int = 0, **variables: str) -> tuple[dict, str]:
+def ran(command: list[str], path: Path, status: int = 0) -> tuple[dict, str]:
     environment = {name: x for name, x in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*command, "--json", str(path)], capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == status, done.stdout + done.stderr
     return json.loads(path.read_text()), done.stdout
 
 
-def test_two_ranks_on_the_cpu(tmp_path):
-    options = [*SMALL, "--every", "9", "--fsdp"]
-    found, printed = ran([sys.executable, BENCH, *options], tmp_path / "found.json")
+def test_two_ranks_on_the_cpu_under_torchrun(tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    found, printed = ran([*launcher, BENCH, *SMALL, "--every", "9", "--fsdp"], tmp_path / "found.json")
     where = found["environment"]
     assert (where["ranks"], where["backend"], where["torch"], where["shared"]) == (2, "gloo", torch.__version__, False)
     assert where["command"].startswith("python tests/benchmarks/bench_ulysses.py --heads 8")
@@ -75,6 +75,7 @@ def test_two_ranks_on_the_cpu(tmp_path):
     for title in ("Equality with one process: 3 of 3", "A training step", "48 tokens, one layer: 8 heads, 1 KV heads"):
         assert f"### {title}" in printed
     assert "--json" not in printed
+    assert printed.count("### Equality") == 1  # one rank prints
     assert printed.splitlines() == "\n".join(ulysses_report.lines(found)).splitlines()
 
     # Bars are for NCCL with a card for each rank. Sockets and milliseconds meet none.
@@ -85,18 +86,8 @@ def test_two_ranks_on_the_cpu(tmp_path):
     assert "bar:" not in "\n".join(ulysses_report.lines(found))
 
 
-def test_under_torchrun_with_data_parallel_ranks(tmp_path):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone"]
-    options = ["--only", "equality", "--every", "6", "--sp", "1", "--fsdp"]
-    found, printed = ran([*launcher, BENCH, *options], tmp_path / "found.json", OMP_NUM_THREADS="1")
-    assert [row["problems"] for row in found["equality"]] == [[]] * len(found["equality"])
-    assert {row["formula"] for row in found["equality"]} == {0, None}
-    assert found.keys() == {"environment", "equality", "left_out"}
-    assert printed.count("### Equality") == 1  # one rank prints
-
-
 def test_what_is_off_is_said_and_ends_with_1(tmp_path):
-    """A benchmark whose model is given heads of its own tokens only."""
+    """In processes of its own: a benchmark whose model is given heads of its own tokens only."""
     script = tmp_path / "broken.py"
     script.write_text(
         "import sys\n"

@@ -5,6 +5,7 @@ What runs over NCCL is `differences`, which a fast test runs over gloo on the CP
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import masking_utils
 from scoped_patch import BadOptionError, FakeQuant, Ulysses, patched
 from scoped_patch.ops import group_devices
 from scoped_patch.ops.sequence_parallel import all_gather, all_reduce_sum, all_to_all, collectives, reduce_scatter_sum
-from scoped_patch.patches.ulysses import groups
+from scoped_patch.patches.ulysses import batch, groups
 from tests.support import ulysses_equality as equality
 from tests.support.ranks import spawn
 from tests.support.ulysses import group_device, run_cases
@@ -191,6 +192,19 @@ def test_nothing_of_a_call_is_exchanged_from_the_cpu(monkeypatch):
         monkeypatch.undo()
         dist.destroy_process_group()
     assert {"all_to_all", "all_gather", "all_reduce"} <= set(kinds)
+
+
+def test_targets_of_the_cpu_are_counted_where_the_group_counts(monkeypatch):
+    """A multimodal model in a cut layout, given this rank's `shift_labels` on the CPU."""
+    counted = []
+    monkeypatch.setattr(group_devices, "devices_of", lambda group: [torch.device("meta")])
+    monkeypatch.setattr(batch, "all_reduce_sum", lambda x, group: counted.append(x) or x)
+    shard: Any = SimpleNamespace(size=4, length=8, group=object())
+    labels = torch.tensor([[5, -100, 6, 7]])
+    kwargs = {"shift_labels": labels, "labels": labels}
+    batch.cut_targets(shard, kwargs)
+    assert [x.device.type for x in counted] == ["meta"]
+    assert shard.targets is labels
 
 
 def test_a_group_is_made_without_the_default_groups_device(monkeypatch):
