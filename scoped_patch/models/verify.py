@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -202,10 +203,8 @@ def _run(
         layer.register_forward_hook(lambda _m, _a, out, name=name: layers.__setitem__(name, _first_tensor(out)))
         for name, layer in _decoder_layers(inner)
     ]
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     try:
-        with scope, torch.random.fork_rng(devices), torch.set_grad_enabled(gradients):
-            torch.manual_seed(0)
+        with scope, _seeded(model), torch.set_grad_enabled(gradients):
             out = model(**call)
             values = _scores(out, scored, heat)
             if gradients:
@@ -224,6 +223,21 @@ def _run(
     for p in parameters.values():
         p.grad = None
     return _Run({k: v.detach() for k, v in values.items()}, found, layers)
+
+
+@contextlib.contextmanager
+def _seeded(model: nn.Module) -> Iterator[None]:
+    """Random numbers from one seed on the CPU and on the model's own devices, and as before afterwards.
+
+    Other cards are not touched: they are other ranks', and asking for their state would take memory there.
+    """
+    found = {x.device for x in itertools.chain(model.parameters(), model.buffers()) if x.device.type == "cuda"}
+    cards = sorted({torch.cuda.current_device() if device.index is None else device.index for device in found})
+    with torch.random.fork_rng(cards):
+        torch.default_generator.manual_seed(0)
+        for card in cards:  # GPU only
+            torch.cuda.default_generators[card].manual_seed(0)
+        yield
 
 
 def _scalar(values: dict[str, Tensor]) -> Tensor:

@@ -121,6 +121,22 @@ def test_dropout_is_off():
         assert scope.verify(BATCH).ok
 
 
+def test_random_numbers_of_other_cards_are_left_alone(model, monkeypatch):
+    """Eight ranks of a host that each asked for the state of all its cards would take memory on every one."""
+
+    def touched(*args):
+        raise AssertionError("a card that the model is not on was asked for")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", touched)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", touched)
+    with patched(model, fused="torch") as scope:
+        before = torch.get_rng_state()
+        assert scope.verify(BATCH).ok
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_without_gradients_and_without_labels(model):
     with patched(model, fused="torch") as scope:
         report = scope.verify({"input_ids": IDS}, gradients=False)
