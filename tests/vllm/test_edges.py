@@ -122,6 +122,17 @@ def test_a_digest_of_bytes_that_begin_anywhere() -> None:
     assert weights_digest([("a", data[1:22])]) != weights_digest([("a", data[2:23])])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_digest_of_bytes_that_lie_apart(dtype: torch.dtype) -> None:
+    """A column of one row is contiguous whatever its stride; a negative view keeps the other sign's bytes."""
+    data = torch.arange(1, 25, dtype=dtype).view(4, 6)
+    for view in (data[:1, 2], data[1:3, ::2], data.t(), torch._neg_view(data), data[:0], data[2, 3]):
+        assert weights_digest([("a", view)]) == weights_digest(
+            [("a", view.resolve_neg().clone(memory_format=torch.contiguous_format))]
+        )
+    assert weights_digest([("a", data)]) != weights_digest([("a", torch._neg_view(data))])
+
+
 @pytest.mark.parametrize(
     ("pairs", "kind", "text"),
     [
