@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
+from .graph import raw_bytes
+
 _PERIOD = 65521  # prime, so that exchanged blocks of any power-of-two size are noticed
 _CHUNK = 1 << 20
 
@@ -35,7 +37,7 @@ def weights_digest(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def _checksum(tensor: torch.Tensor) -> str:
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    data = raw_bytes(tensor)
     tail = data[data.numel() // 4 * 4 :]
     words = data[: data.numel() // 4 * 4]
     if words.storage_offset() % 4:

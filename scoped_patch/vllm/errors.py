@@ -16,7 +16,8 @@ class RejectedWeight(ScopedPatchError, ValueError):
     Attributes:
         weight: its checkpoint name.
         reason: "unknown", "shape", "dtype", "duplicate", "tied", "non-finite", "source" (a buffer that was overwritten
-            before it was read), "unlisted" (not among `expect=`) or "loader" (any other failure in the model's loader).
+            before it was read; a tensor without plain memory: meta, sparse, a DTensor), "unlisted" (not among `expect=`) or
+            "loader" (any other failure in the model's loader).
     """
 
     def __init__(self, weight: str, reason: Reason, text: str) -> None:

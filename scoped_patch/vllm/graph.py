@@ -162,3 +162,13 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 def layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype, tuple[int, ...], torch.device]:
     return tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device
+
+
+def address(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_meta else tensor.data_ptr()
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The content as uint8 [bytes], in order; a copy where the tensor does not lie in memory like that."""
+    out = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return out.as_strided((out.numel(),), (1,)).view(torch.uint8)  # one element is contiguous with any stride

@@ -7,13 +7,17 @@ its copies alone as long as all that it can depend on is what it was; any other 
 
 from __future__ import annotations
 
+import enum
+import fractions
 import operator
 import types
 import weakref
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from .coverage import Box
 from .shadow import ShadowLayer, Staged
@@ -34,7 +38,12 @@ VIEWS = frozenset(
     }
 )
 _CONTAINERS = frozenset({list, dict, set})
-_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, fractions.Fraction)
+#: what hands numbers to Python, or memory to others, with no operator to be seen
+_HIDDEN = frozenset(
+    {"tolist", "numpy", "data_ptr", "storage", "untyped_storage", "_typed_storage"}
+    | {f"__{name}__" for name in ("array", "dlpack", "repr", "format", "reduce_ex", "deepcopy", "cuda_array_interface")}
+)
 Part = tuple[tuple[int, ...], tuple[int, ...], int] | None  # shape, stride and offset of a view, in elements; None: all
 Plan = list[tuple[Part, Part, Box]]  # (place in the parameter, place in the weight, what that covers)
 Key = tuple[Any, ...]
@@ -46,6 +55,7 @@ class _Known:
 
     signature: dict[str, Any]
     plans: dict[Key, Plan]
+    distrusted: bool = False
 
 
 _known: weakref.WeakKeyDictionary[torch.nn.Module, _Known] = weakref.WeakKeyDictionary()
@@ -55,10 +65,17 @@ class Plans:
     """The plans of one model, checked once per layer and update against what the layer is now."""
 
     def __init__(self) -> None:
-        self._layers: dict[ShadowLayer, dict[Key, Plan]] = {}
+        self._layers: dict[ShadowLayer, _Known] = {}
+        self._classes: dict[type, tuple[Any, ...]] = {}
 
     def get(self, layer: ShadowLayer, key: Key) -> Plan | None:
-        return self._of(layer).get(key)
+        return self._of(layer).plans.get(key)
+
+    def distrust(self, layer: ShadowLayer) -> None:
+        """One of the layer's loaders keeps books, which any other may read: from now on all of them run."""
+        known = self._of(layer)
+        known.distrusted = True
+        known.plans.clear()
 
     def learn(
         self,
@@ -75,23 +92,40 @@ class Plans:
             tensors: the parameter and the weight.
             boxes: what each copy covered in the parameter, in order.
         """
-        plan = _plan_of(trace, *tensors, boxes)
+        known = self._of(layer)
+        plan = None if known.distrusted else _plan_of(trace, *tensors, boxes)
         if plan is not None:
-            self._of(layer)[key] = plan
+            known.plans[key] = plan
 
-    def _of(self, layer: ShadowLayer) -> dict[Key, Plan]:
-        """The layer's plans; forgotten when a number or name that the layer or a parameter holds has changed."""
-        plans = self._layers.get(layer)
-        if plans is None:
-            signature: dict[str, Any] = {"": _plain(layer.live.__dict__)}
+    def _of(self, layer: ShadowLayer) -> _Known:
+        """What is known of the layer; forgotten when a number or name that the layer or a parameter holds has changed, or a
+        method of their classes."""
+        known = self._layers.get(layer)
+        if known is None:
+            signature: dict[str, Any] = {"": (self._methods(type(layer.live)), _plain(layer.live.__dict__))}
             for name, staged in layer.params.items():
                 face = staged.face(layer, name)
-                signature[name] = (staged.shape, staged.stride, staged.dtype, _plain(face.__dict__))
+                about = staged.shape, staged.stride, staged.dtype
+                signature[name] = (*about, self._methods(type(face)), _plain(face.__dict__))
             known = _known.get(layer.live)
             if known is None or known.signature != signature:
                 known = _known[layer.live] = _Known(signature, {})
-            plans = self._layers[layer] = known.plans
-        return plans
+            self._layers[layer] = known
+        return known
+
+    def _methods(self, kind: type) -> tuple[Any, ...]:
+        """Weak references to the functions of a class of vLLM's: someone may patch what a loader calls."""
+        found = self._classes.get(kind)
+        if found is None:
+            members = [
+                (name, getattr(value, "__func__", None) or getattr(value, "fget", None) or value)
+                for of in kind.__mro__
+                if not of.__module__.startswith("torch.") and of is not object
+                for name, value in vars(of).items()
+            ]
+            found = tuple((name, weakref.ref(f)) for name, f in members if type(f) is types.FunctionType)
+            self._classes[kind] = found
+        return found
 
 
 def key_of(staged: Staged, loader: Any, args: tuple[Any, ...]) -> Key | None:
@@ -105,12 +139,18 @@ def key_of(staged: Staged, loader: Any, args: tuple[Any, ...]) -> Key | None:
         or not (len(args) == 2 or type(args[2]) in (int, str))
         or type(function) is not types.FunctionType
         or function.__closure__ is not None
-        or not function.__module__.startswith("vllm.model_executor.")  # others may read numbers, or keep books elsewhere
+        or not _is_plain(function.__defaults__ or ())
+        or function.__kwdefaults__
+        # Functions of others may read numbers, or keep books elsewhere; a wrapper takes its function's names over.
+        or not (function.__module__ or "").startswith("vllm.model_executor.")
+        or hasattr(function, "__wrapped__")
         or getattr(loader, "__self__", owner.shadow) is not owner.shadow
         or not weight.is_contiguous()
+        or not _is_plain(weight.__dict__.values())  # what the model, or the sender, has noted on it
     ):
         return None
-    return attribute, function.__code__, args[2:], weight.shape, weight.dtype
+    about = type(weight), weight.shape, weight.dtype, tuple(weight.__dict__.items())
+    return attribute, function.__code__, function.__defaults__, args[2:], about
 
 
 def run(plan: Plan, real: torch.Tensor, weight: torch.Tensor) -> None:
@@ -120,6 +160,19 @@ def run(plan: Plan, real: torch.Tensor, weight: torch.Tensor) -> None:
         for to, source, _ in plan:
             place = real if to is None else real.as_strided(*to)
             place.copy_(weight if source is None else weight.as_strided(source[0], source[1], start + source[2]))
+
+
+class Watch(TorchFunctionMode):
+    """Notes calls that read a tensor where the recorder sees none: it sees operators, and `tolist()` is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _HIDDEN:
+            self.hidden = True
+        return func(*args, **(kwargs or {}))
 
 
 class Books:
@@ -166,8 +219,24 @@ def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {
-        k: v if isinstance(v, _PLAIN) else tuple(v)
-        for k, v in attributes.items()
-        if isinstance(v, _PLAIN) or (type(v) in (list, tuple) and all(isinstance(x, _PLAIN) for x in v))
-    }
+    """What a loader may decide by: numbers, names, containers of them, and those within small objects (shard indices)."""
+    out: dict[str, Any] = {}
+    for key, value in attributes.items():
+        if isinstance(value, _PLAIN):
+            out[key] = value
+        elif type(value) in (list, tuple, torch.Size):
+            if _is_plain(value):
+                out[key] = tuple(value)
+        elif type(value) is set:
+            if _is_plain(value):
+                out[key] = frozenset(value)
+        elif type(value) is dict:
+            if _is_plain(value.values()):
+                out[key] = tuple(value.items())
+        elif is_dataclass(value) and not isinstance(value, type):
+            out[key] = {k: v for k, v in getattr(value, "__dict__", {}).items() if isinstance(v, _PLAIN)}
+    return out
+
+
+def _is_plain(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, _PLAIN) for value in values)

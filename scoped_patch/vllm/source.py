@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..engine.errors import ScopedPatchError
 from .digest import Digest
@@ -31,6 +33,7 @@ class Source:
         self.used: set[str] = set()
         self.nbytes = 0
         self.failure: BaseException | None = None  # of the caller's own iterable
+        self.refused: TypeError | None = None  # what it gave is no pair
         self.on_device: set[torch.device] = set()
         # By storage: the spans of memory handed to the loader, each while the loader may still hold it.
         self._handed: dict[int, list[tuple[int, int, str, weakref.ref[torch.Tensor]]]] = {}
@@ -41,14 +44,14 @@ class Source:
         iterator = iter(weights)
         while True:
             try:
-                name, tensor = next(iterator)
+                pair = next(iterator)
             except StopIteration:
                 self.current = None
                 return
             except BaseException as error:
                 self.failure = error
                 raise
-            self._check(name, tensor)
+            name, tensor = self._checked(pair)
             self.current = name
             self.seen.add(name)
             self.nbytes += tensor.nbytes
@@ -64,11 +67,23 @@ class Source:
             spans.append((start, start + tensor.nbytes, name, weakref.ref(tensor)))
             yield name, tensor
 
-    def _check(self, name: str, tensor: torch.Tensor) -> None:
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"update.load() wants (name, tensor) pairs, got ({type(name).__name__}, {type(tensor).__name__}); "
+    def _checked(self, pair: Any) -> tuple[str, torch.Tensor]:
+        found = pair if isinstance(pair, (tuple, list)) else (pair,)
+        if len(found) != 2 or not isinstance(found[0], str) or not isinstance(found[1], torch.Tensor):
+            kinds = ", ".join(type(x).__name__ for x in found)
+            self.refused = TypeError(
+                f"update.load() wants (name, tensor) pairs, got {f'({kinds})' if found is pair else kinds}; "
                 "pass `state_dict.items()` rather than the dict itself"
+            )
+            raise self.refused
+        name, tensor = found
+        if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+            what = type(tensor).__name__ if tensor.layout is torch.strided else f"tensor of layout {tensor.layout}"
+            raise RejectedWeight(
+                name,
+                "source",
+                f"{name}: a {what} has no memory that a loader could read; send a plain one (a DTensor's "
+                "`full_tensor()`, a sparse one's `to_dense()`)",
             )
         if tensor.is_meta:
             raise RejectedWeight(name, "source", f"{name}: a meta tensor carries no weights")
@@ -78,6 +93,7 @@ class Source:
             )
         if self.expected is not None and name not in self.expected:
             raise RejectedWeight(name, "unlisted", f"{name}: arrived, but is not among the names that `expect=` lists")
+        return name, tensor
 
     def name_of(self, tensor: torch.Tensor | None) -> str:
         """The name a loader's argument came under: by its memory, since some loaders collect tensors before use.
@@ -106,7 +122,7 @@ class Source:
         try:
             yield
         except Exception as error:
-            if error is self.failure or isinstance(error, ScopedPatchError):
+            if error in (self.failure, self.refused) or isinstance(error, ScopedPatchError):
                 raise
             name, text = self.current or "?", str(error)
             if isinstance(error, AssertionError) or "size" in text or "shape" in text:

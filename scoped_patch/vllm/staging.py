@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .checks import check_use, check_values
 from .coverage import Box, box_of_view, overlap
 from .errors import RejectedWeight
-from .graph import reach, storage_key
+from .graph import address, raw_bytes, reach, storage_key
 from .manifest import missing_by_layer
 from .pages import advise
-from .plans import Books, Plans, key_of, run
+from .plans import Books, Plans, Watch, key_of, run
 from .process import Processed, processed_state
 from .recorder import Recorder
 from .shadow import Shadow, ShadowLayer, Staged, is_attention, is_kv_cache_method, is_method
@@ -50,7 +50,7 @@ class StagedModel:
             self.shadow = Shadow(site.model)
             for layer in self.shadow.layers:
                 found = reach(layer.live, self.shadow.tree, numbers=False).tensors
-                self._addresses[layer] = {path: _address(tensor) for path, tensor in found.items()}
+                self._addresses[layer] = {path: address(tensor) for path, tensor in found.items()}
                 for path, tensor in found.items():
                     self._live.setdefault(storage_key(tensor), f"{layer.name}.{path}")
                     self._hold.append(tensor)
@@ -105,30 +105,41 @@ class StagedModel:
         if weight is not None and weight.is_floating_point() != staged.is_floating_point:
             raise RejectedWeight(name, "dtype", f"{name}: is {weight.dtype}, but {staged.label} holds {staged.dtype}")
         real = self._materialise(staged)
+        outer = self._call, self._recorder.trace
+        if outer[1] is not None:
+            outer[1].append((loader, args, kwargs))  # a loader that calls another does more than its own copies
         key = None if kwargs or weight is None or not (args[0] is face or args[0] is own) else key_of(staged, loader, args)
         plan = None if key is None else self._plans.get(layer, key)
         if plan is not None:
             run(plan, real, args[1])
             self._credit(staged, name, [box for _, _, box in plan])
+            if outer[0] is not None:
+                outer[0].extend((staged, box, False) for _, _, box in plan)
             self._process_complete(staged)
             return None
         view = layer.shadow._parameters[attribute]
         before = real.clone() if staged.tied and staged.sources and name not in staged.sources else None
-        self._call = []
-        books = None if key is None else Books(view, layer.shadow)
-        trace: list[Any] = []
-        self._recorder.trace = trace
+        writes: list[tuple[Staged, Box, bool]] = []
+        trace: list[tuple[Any, Any, Any]] = []
+        self._call, self._recorder.trace = writes, trace
+        books, watch = Books(view, layer.shadow), Watch()
         try:
-            out = loader(*(view if a is face else a for a in args), **{k: view if v is face else v for k, v in kwargs.items()})
-            writes = self._call
+            with contextlib.nullcontext() if key is None else watch:
+                out = loader(
+                    *(view if a is face else a for a in args), **{k: view if v is face else v for k, v in kwargs.items()}
+                )
         finally:
-            self._call = self._recorder.trace = None
+            self._call, self._recorder.trace = outer
+            if outer[0] is not None:
+                outer[0].extend(writes)
         self._note(staged, name, writes)
         check_use(staged, name, weight, [b for target, b, fill in writes if target is staged and not fill], self.site.tp_size)
-        if before is not None and not torch.equal(_raw(before), _raw(real)):
+        if before is not None and not torch.equal(raw_bytes(before), raw_bytes(real)):
             first = next(iter(staged.sources))
             raise RejectedWeight(name, "tied", f"{name}: is tied to {first} in the live model, but arrived with other values")
-        if key is not None and books is not None and out is None and books.same():
+        if not books.same():
+            self._plans.distrust(layer)
+        elif key is not None and out is None and not watch.hidden:
             self._plans.learn(layer, key, trace, (real, args[1]), [box for target, box, fill in writes if target is staged])
         self._process_complete(staged)
         return out
@@ -309,7 +320,7 @@ class StagedModel:
             for layer, before in self._addresses.items():
                 if layer.processed:
                     after = reach(layer.live, self.shadow.tree, numbers=False).tensors
-                    count += sum(path not in after or _address(after[path]) != at for path, at in before.items())
+                    count += sum(path not in after or address(after[path]) != at for path, at in before.items())
         return count
 
     def close(self) -> None:
@@ -333,12 +344,3 @@ def _tied_group(layer: ShadowLayer) -> list[ShadowLayer]:
                     group.append(owner)
                     todo.append(owner)
     return group
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_meta else tensor.data_ptr()
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.data.reshape(-1)
-    return flat.view(torch.uint8)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from scoped_patch.engine.errors import BadOptionError, BadTargetError, ScopeStateError, TargetError, UnsupportedError
 from scoped_patch.vllm import (
@@ -122,10 +123,24 @@ def test_a_digest_of_bytes_that_begin_anywhere() -> None:
     assert weights_digest([("a", data[1:22])]) != weights_digest([("a", data[2:23])])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_digest_of_bytes_that_lie_apart(dtype: torch.dtype) -> None:
+    """A column of one row is contiguous whatever its stride; a negative view keeps the other sign's bytes."""
+    data = torch.arange(1, 25, dtype=dtype).view(4, 6)
+    for view in (data[:1, 2], data[1:3, ::2], data.t(), torch._neg_view(data), data[:0], data[2, 3]):
+        assert weights_digest([("a", view)]) == weights_digest(
+            [("a", view.resolve_neg().clone(memory_format=torch.contiguous_format))]
+        )
+    assert weights_digest([("a", data)]) != weights_digest([("a", torch._neg_view(data))])
+
+
 @pytest.mark.parametrize(
     ("pairs", "kind", "text"),
     [
-        (["model.norm.weight"], ValueError, "unpack"),
+        (["model.norm.weight"], TypeError, r"got str; pass `state_dict.items\(\)`"),
+        ([("a", torch.ones(1), 2)], TypeError, r"got \(str, Tensor, int\)"),
+        ([("a", torch.ones(2, 2).to_sparse())], RejectedWeight, "a: a tensor of layout torch.sparse_coo has no memory"),
+        ([("a", TwoTensor(torch.ones(2), torch.ones(2)))], RejectedWeight, r"a: a TwoTensor has no memory .*full_tensor\(\)"),
         ([("a", 1.0)], TypeError, r"got \(str, float\); pass `state_dict.items\(\)`"),
         ([("a", torch.empty(2, device="meta"))], RejectedWeight, "a: a meta tensor carries no weights"),
         ([("a", torch.ones(1)), ("a", torch.ones(1))], RejectedWeight, "a: arrived twice"),

@@ -248,3 +248,10 @@ def test_layer_by_layer_a_failure_names_what_is_new(dense: Any) -> None:
     with reload_weights(dense.llm, expect="partial") as update:
         update.load(rest.items())
     assert dense.generate() == dense.fresh[1]
+
+
+def test_a_stream_that_is_no_pairs_is_not_blamed_on_a_weight(dense: Any) -> None:
+    attempt(dense, dense.state[1], TypeError, "got str")
+    restore(dense)
+    attempt(dense, [*list(dense.state[1].items())[:3], ("model.norm.weight", 1.0)], TypeError, r"got \(str, float\)")
+    restore(dense)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +15,7 @@ from scoped_patch.vllm import IncompleteReload, RejectedWeight, plans, reload_we
 
 from .test_reload import restored
 
-CALLS: list[str] = []
+CALLS: list[Any] = []
 KEPT: list[torch.Tensor] = []
 NAME = "model.layers.0.self_attn.o_proj"
 
@@ -122,7 +125,47 @@ def copies_what_it_kept(param: Any, weight: torch.Tensor) -> None:
     param.data.copy_(KEPT[-1])
 
 
-LOADERS = [copies, copies_parts, reads_numbers, computes, keeps_books, answers, copies_what_it_kept]
+def reads_a_list(param: Any, weight: torch.Tensor) -> None:
+    CALLS.append("reads_a_list")
+    assert min(weight.view(-1).tolist()) >= 0
+    param.data.copy_(weight)
+
+
+def reads_an_array(param: Any, weight: torch.Tensor) -> None:
+    CALLS.append("reads_an_array")
+    assert weight.numpy().min() >= 0
+    param.data.copy_(weight)
+
+
+def shows(param: Any, weight: torch.Tensor) -> None:
+    CALLS.append("shows")
+    assert "nan" not in f"{weight}"
+    param.data.copy_(weight)
+
+
+def marks(layer: Any, param: Any, weight: torch.Tensor) -> None:
+    layer.own_mark = "marked"
+    param.data.copy_(weight)
+
+
+@functools.wraps(copies)
+def wraps_without_a_closure(param: Any, weight: torch.Tensor) -> None:
+    copies(param, weight)
+
+
+LOADERS = [
+    copies,
+    copies_parts,
+    reads_numbers,
+    computes,
+    keeps_books,
+    answers,
+    copies_what_it_kept,
+    reads_a_list,
+    reads_an_array,
+    shows,
+    wraps_without_a_closure,
+]
 
 
 @pytest.fixture
@@ -131,14 +174,17 @@ def install(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     layer = engine.model.get_submodule(NAME)
-    template = get_layerwise_info(layer).restore_metadata[0]["weight_packed"]
-    key = next(k for k in ("_weight_loader", "weight_loader") if k in vars(template))
 
-    def put(loader: Any, module: str = "vllm.model_executor.layers.own") -> torch.nn.Module:
-        monkeypatch.setattr(loader, "__module__", module)
+    def put(
+        loader: Any, module: str | None = "vllm.model_executor.layers.own", of: str = "weight_packed", forget: bool = True
+    ) -> torch.nn.Module:
+        template = get_layerwise_info(layer).restore_metadata[0][of]
+        key = next(k for k in ("_weight_loader", "weight_loader") if k in vars(template))
+        monkeypatch.setattr(getattr(loader, "__func__", loader), "__module__", module)
         monkeypatch.setitem(vars(template), key, loader)
-        plans._known.pop(layer, None)
-        CALLS.clear()
+        if forget:
+            plans._known.pop(layer, None)
+            CALLS.clear()
         return layer
 
     yield put
@@ -153,8 +199,9 @@ def test_a_loader_is_left_out_only_when_it_does_no_more_than_copy(engine: Any, i
     assert len(CALLS) == (1 if loader in (copies, copies_parts) else 3)
 
 
-def test_a_loader_that_is_not_of_vllm_is_always_run(engine: Any, install: Any) -> None:
-    install(copies, "own.loaders")
+@pytest.mark.parametrize("module", ["own.loaders", None])
+def test_a_loader_that_is_not_of_vllm_is_always_run(engine: Any, install: Any, module: Any) -> None:
+    install(copies, module)
     for seed in (1, 0, 1):
         reload(engine, seed)
     assert len(CALLS) == 3
@@ -174,3 +221,94 @@ def test_a_loader_is_run_again_when_its_layer_has_changed(engine: Any, install: 
     layer.own_sizes[0] = 3
     reload(engine, 0)
     assert len(CALLS) == 4
+    layer.own_shards = Shards(0, 4)
+    reload(engine, 1)
+    layer.own_shards.stop = 8
+    reload(engine, 0)
+    assert len(CALLS) == 6
+    del layer.own_shards
+    reload(engine, 1)
+    assert len(CALLS) == 7
+
+
+@dataclasses.dataclass
+class Shards:
+    start: int
+    stop: int
+
+
+def test_all_loaders_of_a_layer_are_run_when_one_of_them_leaves_something_to_the_others(engine: Any, install: Any) -> None:
+    from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
+
+    install(copies)
+    install(types.MethodType(marks, layer_ref_sentinel), of="weight_scale")
+    for seed in (1, 0, 1):
+        reload(engine, seed)
+    assert len(CALLS) == 3
+
+
+def test_a_loader_that_calls_another_is_always_run(engine: Any, install: Any) -> None:
+    install(calls_another)
+    for seed in (1, 0, 1):
+        reload(engine, seed)
+    assert CALLS == ["whole", "half", "whole", "whole"]  # what it calls is a call of its own
+
+
+def calls_another(param: Any, weight: torch.Tensor) -> None:
+    """Copies one half itself, and leaves the other to the parameter's loader (itself)."""
+    half = param.shape[0] // 2
+    CALLS.append("whole" if weight.shape[0] > half else "half")
+    if weight.shape[0] > half:
+        param.data[:half].copy_(weight[:half])
+        param.weight_loader(param, weight[half:])
+    else:
+        param.data[half:].copy_(weight)
+
+
+def test_functions_of_the_same_code_with_other_defaults_are_told_apart(engine: Any, install: Any) -> None:
+    def made(half: int) -> Any:
+        return types.FunctionType(copies_halves.__code__, globals(), "copies_halves", (half,))
+
+    install(made(32))
+    reload(engine, 1)
+    install(made(64), forget=False)
+    reload(engine, 0)
+    assert CALLS == ["copies_halves"] * 2
+
+
+def copies_halves(param: Any, weight: torch.Tensor, half: int) -> None:
+    CALLS.append("copies_halves")
+    param.data[:half].copy_(weight[:half])
+    param.data[half:].copy_(weight[half:])
+
+
+def test_a_loader_may_decide_by_what_a_weight_carries(engine: Any, install: Any) -> None:
+    install(takes_the_mark)
+    reload(engine, 1)
+    for mark in (1, 1, 2, torch.ones(1), torch.ones(1)):
+        state = {n: t.clone() for n, t in engine.state[0].items()}
+        state[f"{NAME}.weight_packed"].own_mark = mark
+        reload(engine, 0, state.items())
+    assert [None, 1, 2, torch.ones(1), torch.ones(1)] == CALLS
+
+
+def takes_the_mark(param: Any, weight: torch.Tensor) -> None:
+    CALLS.append(getattr(weight, "own_mark", None))
+    param.data.copy_(weight)
+
+
+def test_a_method_that_a_loader_calls_may_be_patched_between_updates(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.parameter import RowvLLMParameter
+
+    reload(engine, 1)
+    reload(engine, 0)
+    load = RowvLLMParameter.load_row_parallel_weight
+    seen: list[int] = []
+
+    def patched(self: Any, loaded_weight: torch.Tensor) -> None:
+        seen.append(loaded_weight.numel())
+        load(self, loaded_weight=loaded_weight)
+
+    monkeypatch.setattr(RowvLLMParameter, "load_row_parallel_weight", patched)
+    reload(engine, 1)
+    assert engine.state[1][f"{NAME}.weight_packed"].numel() in seen
