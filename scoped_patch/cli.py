@@ -10,14 +10,10 @@ import argparse
 import contextlib
 import difflib
 import gc
-import importlib
-import importlib.metadata
-import importlib.util
 import inspect
 import itertools
 import json
 import os
-import platform
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,8 +24,8 @@ from rich.table import Table
 
 from . import __version__
 from .compose import patched
-from .engine.errors import PatchErrorGroup, ScopedPatchError, TargetError
-from .engine.resolve import slot_from_path
+from .doctor import diagnose
+from .engine.errors import PatchErrorGroup, ScopedPatchError
 
 OK, FAILED, USAGE = 0, 1, 2
 
@@ -49,28 +45,10 @@ FAMILIES = (
     "glm4v_moe", "qwen3_5", "qwen3_5_moe", "kimi_k25", "gemma3", "gemma4",
 )  # fmt: skip
 
-#: what the patches hold on to in other packages, and what for
-_TARGETS = (
-    ("transformers.modeling_utils:PreTrainedModel.loss_function", "fused: the model's own loss"),
-    ("transformers.modeling_utils:PreTrainedModel.get_decoder", "sp, tiled_mlp: finding the layers"),
-    ("transformers.modeling_utils:PreTrainedModel.get_output_embeddings", "fused: finding the head"),
-    ("transformers.loss.loss_utils:ForCausalLMLoss", "fused: what the loss means"),
-    ("transformers.modeling_layers:GradientCheckpointingLayer", "recomputation as it ran"),
-    ("transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS._local_mapping", "sp: the attention registry"),
-    ("transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS._local_mapping", "sp: the mask registry"),
-    ("transformers.utils.generic:ModelOutput", "fused: declared output fields"),
-    ("torch.compiler:is_dynamo_compiling", "compiled code"),
-    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:CheckpointWrapper", "recomputation as it ran"),
-)
-
 _EXIT_CODES = (
     "exit codes: 0 all is well; 1 a plan cannot work, or the doctor found something broken; 2 wrong usage, or a model that "
     "cannot be found or read"
 )
-
-_PACKAGES = (
-    "torch", "transformers", "wrapt", "rich", "triton", "flash-attn", "vllm", "accelerate", "peft", "trl", "compressed-tensors",
-)  # fmt: skip
 
 
 class CommandError(Exception):
@@ -295,66 +273,12 @@ def _try(model: Any, keyword: str, value: Any) -> str:
 
 # ------------------------------------------------------------------------------------------------------ doctor
 def _doctor(options: argparse.Namespace, console: Console) -> int:
-    ranges = _required()
-    versions = {"python": (platform.python_version(), ">=3.11", sys.version_info >= (3, 11))}
-    for name in _PACKAGES:
-        versions[name] = _version(name, ranges.get(name))
-    targets = []
-    for path, why in _TARGETS:
-        try:
-            slot_from_path(path)
-            targets.append((path, why, ""))
-        except TargetError as error:
-            targets.append((path, why, str(error)))
-    broken = [name for name, (_, _, fits) in versions.items() if not fits] + [path for path, _, problem in targets if problem]
+    found = diagnose()
     if options.json:
-        data = {
-            "packages": {n: {"version": v, "wanted": w, "ok": ok} for n, (v, w, ok) in versions.items()},
-            "targets": {path: {"for": why, "problem": problem or None} for path, why, problem in targets},
-            "ok": not broken,
-        }
-        _print_json(data, console)
-        return FAILED if broken else OK
-    packages = Table(title="packages", title_justify="left")
-    for column in ("package", "version", "wanted", ""):
-        packages.add_column(column)
-    for name, (version, wanted, fits) in versions.items():
-        packages.add_row(
-            name, version or "not installed", wanted, "ok" if fits else "out of range", style=None if fits else "red"
-        )
-    found = Table(title="what the patches hold on to", title_justify="left")
-    for column in ("target", "for", ""):
-        found.add_column(column, overflow="fold")
-    for path, why, problem in targets:
-        found.add_row(path, why, problem or "ok", style="red" if problem else None)
-    console.print(packages, found)
-    remedy = "install versions inside the ranges above" if broken else "nothing to do"
-    console.print(f"{len(broken)} problems: {remedy}")
-    return FAILED if broken else OK
-
-
-def _required() -> dict[str, str]:
-    """package -> version range, from this package's own metadata."""
-    from packaging.requirements import Requirement
-
-    try:
-        lines = importlib.metadata.requires("scoped_patch") or []
-    except importlib.metadata.PackageNotFoundError:
-        return {}
-    wanted = [Requirement(line) for line in lines]
-    return {one.name: str(one.specifier) for one in wanted if str(one.specifier) or one.marker is None}
-
-
-def _version(name: str, wanted: str | None) -> tuple[str, str, bool]:
-    from packaging.specifiers import SpecifierSet
-
-    try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        optional = name not in ("torch", "transformers", "wrapt", "rich")
-        return "", wanted or "any, optional", optional
-    fits = SpecifierSet(wanted or "").contains(version, prereleases=True)
-    return version, wanted or "any", fits
+        _print_json(found.as_data(), console)
+    else:
+        console.print(found)
+    return OK if found.ok else FAILED
 
 
 def _print_json(data: Any, console: Console) -> None:

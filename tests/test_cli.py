@@ -209,8 +209,8 @@ def test_doctor_and_list_print_tables_for_people(capsys, monkeypatch):
     assert "0 problems: nothing to do" in out
     assert re.search(r"transformers\W+\d+\.\d+", out)
     assert re.search(r"GradientCheckpointingLayer\W+recomputation as it ran\W+ok", out)
-    monkeypatch.setattr("scoped_patch.cli._required", lambda: {"rich": ">=99"})
-    monkeypatch.setattr("scoped_patch.cli._TARGETS", (("json:no_such_name", "this test"),))
+    monkeypatch.setattr("scoped_patch.doctor._required", lambda: {"rich": ">=99"})
+    monkeypatch.setattr("scoped_patch.doctor.TARGETS", (("json:no_such_name", "this test"),))
     code, out, _ = run(capsys, "doctor")
     assert code == FAILED
     assert "2 problems: install versions inside the ranges above" in out
