@@ -38,6 +38,9 @@ _KEYWORDS: dict[str, tuple[Any, str]] = {
     "fake_quant": (str, "NVFP4 fake quantisation: w4a16 or w4a4"),
 }
 
+#: the values that stand for a keyword where all are tried
+_TRIES: dict[str, Any] = {"fused": "torch", "sp": 2, "tiled_mlp": 4, "prefix_grouper": True, "fake_quant": "w4a16"}
+
 #: the families that `list` plans on (model types of transformers; its default config, on the meta device)
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "apertus", "gemma3_text", "gemma4_text", "qwen3_moe", "glm4_moe", "gpt_oss",
@@ -152,7 +155,10 @@ def _without_collections() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------ explain
 def _explain(options: argparse.Namespace, console: Console) -> int:
     keywords = {k: getattr(options, k) for k in _KEYWORDS if getattr(options, k, None) is not None}
-    plan = patched(build_on_meta(options.model), **keywords).plan()
+    model = build_on_meta(options.model)
+    if not keywords:
+        return _offer(options, model, console)
+    plan = patched(model, **keywords).plan()
     explanation = plan.explain(options.full)
     if options.json:
         rows = [dict(zip(("patch", "where", "from", "to", "why"), row.cells(True), strict=False)) for row in explanation.rows]
@@ -162,6 +168,28 @@ def _explain(options: argparse.Namespace, console: Console) -> int:
     else:
         console.print(str(explanation), markup=False, highlight=False, soft_wrap=True)  # whole lines, for tools that read them
     return OK
+
+
+def _offer(options: argparse.Namespace, model: Any, console: Console) -> int:
+    """No option was given: which ones this model can take, and why not the others."""
+    answers = _tried(model)
+    some = "yes" in answers.values()
+    if options.json:
+        data = {"model": options.model, "options": {}, "edits": [], "remarks": [], "can_take": answers}
+        _print_json(data, console)
+        return OK if some else FAILED
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    say(f"Nothing was asked for, so nothing would change. What {type(model).__name__} can take:")
+    for keyword, answer in answers.items():
+        flag = "--" + keyword.replace("_", "-")
+        flag += "" if _KEYWORDS[keyword][0] is bool else f" {_TRIES[keyword]}"
+        say(f"  {flag:20} {answer}")
+    if some:
+        say("Give one or more of them to see the edits.")
+    return OK if some else FAILED
 
 
 def build_on_meta(model: str) -> Any:
@@ -236,8 +264,7 @@ def _first_line(error: Exception) -> str:
 def _list(options: argparse.Namespace, console: Console) -> int:
     import transformers
 
-    tries: dict[str, Any] = {"fused": "torch", "sp": 2, "tiled_mlp": 4, "prefix_grouper": True, "fake_quant": "w4a16"}
-    tries = {keyword: value for keyword, value in tries.items() if keyword in _offered()}
+    tries = [keyword for keyword in _TRIES if keyword in _offered()]
     table: dict[str, dict[str, str]] = {}
     for family in FAMILIES:
         try:
@@ -245,7 +272,7 @@ def _list(options: argparse.Namespace, console: Console) -> int:
         except CommandError:
             table[family] = dict.fromkeys(tries, "not in this transformers")
             continue
-        table[family] = {keyword: _try(model, keyword, value) for keyword, value in tries.items()}
+        table[family] = _tried(model)
     if options.json:
         _print_json({"transformers": transformers.__version__, "families": table}, console)
         return OK
@@ -261,6 +288,11 @@ def _list(options: argparse.Namespace, console: Console) -> int:
     for number, reason in enumerate(reasons, 1):
         console.print(f"({number}) {reason}", markup=False, highlight=False, soft_wrap=True)
     return OK
+
+
+def _tried(model: Any) -> dict[str, str]:
+    """keyword -> "yes", or "no: " and why not."""
+    return {keyword: _try(model, keyword, value) for keyword, value in _TRIES.items() if keyword in _offered()}
 
 
 def _try(model: Any, keyword: str, value: Any) -> str:
