@@ -10,14 +10,10 @@ import argparse
 import contextlib
 import difflib
 import gc
-import importlib
-import importlib.metadata
-import importlib.util
 import inspect
 import itertools
 import json
 import os
-import platform
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,8 +24,8 @@ from rich.table import Table
 
 from . import __version__
 from .compose import patched
-from .engine.errors import PatchErrorGroup, ScopedPatchError, TargetError
-from .engine.resolve import slot_from_path
+from .doctor import diagnose
+from .engine.errors import PatchErrorGroup, ScopedPatchError
 
 OK, FAILED, USAGE = 0, 1, 2
 
@@ -42,6 +38,9 @@ _KEYWORDS: dict[str, tuple[Any, str]] = {
     "fake_quant": (str, "NVFP4 fake quantisation: w4a16 or w4a4"),
 }
 
+#: the values that stand for a keyword where all are tried
+_TRIES: dict[str, Any] = {"fused": "torch", "sp": 2, "tiled_mlp": 4, "prefix_grouper": True, "fake_quant": "w4a16"}
+
 #: the families that `list` plans on (model types of transformers; its default config, on the meta device)
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "apertus", "gemma3_text", "gemma4_text", "qwen3_moe", "glm4_moe", "gpt_oss",
@@ -49,28 +48,10 @@ FAMILIES = (
     "glm4v_moe", "qwen3_5", "qwen3_5_moe", "kimi_k25", "gemma3", "gemma4",
 )  # fmt: skip
 
-#: what the patches hold on to in other packages, and what for
-_TARGETS = (
-    ("transformers.modeling_utils:PreTrainedModel.loss_function", "fused: the model's own loss"),
-    ("transformers.modeling_utils:PreTrainedModel.get_decoder", "sp, tiled_mlp: finding the layers"),
-    ("transformers.modeling_utils:PreTrainedModel.get_output_embeddings", "fused: finding the head"),
-    ("transformers.loss.loss_utils:ForCausalLMLoss", "fused: what the loss means"),
-    ("transformers.modeling_layers:GradientCheckpointingLayer", "recomputation as it ran"),
-    ("transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS._local_mapping", "sp: the attention registry"),
-    ("transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS._local_mapping", "sp: the mask registry"),
-    ("transformers.utils.generic:ModelOutput", "fused: declared output fields"),
-    ("torch.compiler:is_dynamo_compiling", "compiled code"),
-    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:CheckpointWrapper", "recomputation as it ran"),
-)
-
 _EXIT_CODES = (
     "exit codes: 0 all is well; 1 a plan cannot work, or the doctor found something broken; 2 wrong usage, or a model that "
     "cannot be found or read"
 )
-
-_PACKAGES = (
-    "torch", "transformers", "wrapt", "rich", "triton", "flash-attn", "vllm", "accelerate", "peft", "trl", "compressed-tensors",
-)  # fmt: skip
 
 
 class CommandError(Exception):
@@ -174,7 +155,10 @@ def _without_collections() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------ explain
 def _explain(options: argparse.Namespace, console: Console) -> int:
     keywords = {k: getattr(options, k) for k in _KEYWORDS if getattr(options, k, None) is not None}
-    plan = patched(build_on_meta(options.model), **keywords).plan()
+    model = build_on_meta(options.model)
+    if not keywords:
+        return _offer(options, model, console)
+    plan = patched(model, **keywords).plan()
     explanation = plan.explain(options.full)
     if options.json:
         rows = [dict(zip(("patch", "where", "from", "to", "why"), row.cells(True), strict=False)) for row in explanation.rows]
@@ -184,6 +168,28 @@ def _explain(options: argparse.Namespace, console: Console) -> int:
     else:
         console.print(str(explanation), markup=False, highlight=False, soft_wrap=True)  # whole lines, for tools that read them
     return OK
+
+
+def _offer(options: argparse.Namespace, model: Any, console: Console) -> int:
+    """No option was given: which ones this model can take, and why not the others."""
+    answers = _tried(model)
+    some = "yes" in answers.values()
+    if options.json:
+        data = {"model": options.model, "options": {}, "edits": [], "remarks": [], "can_take": answers}
+        _print_json(data, console)
+        return OK if some else FAILED
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    say(f"Nothing was asked for, so nothing would change. What {type(model).__name__} can take:")
+    for keyword, answer in answers.items():
+        flag = "--" + keyword.replace("_", "-")
+        flag += "" if _KEYWORDS[keyword][0] is bool else f" {_TRIES[keyword]}"
+        say(f"  {flag:20} {answer}")
+    if some:
+        say("Give one or more of them to see the edits.")
+    return OK if some else FAILED
 
 
 def build_on_meta(model: str) -> Any:
@@ -258,8 +264,7 @@ def _first_line(error: Exception) -> str:
 def _list(options: argparse.Namespace, console: Console) -> int:
     import transformers
 
-    tries: dict[str, Any] = {"fused": "torch", "sp": 2, "tiled_mlp": 4, "prefix_grouper": True, "fake_quant": "w4a16"}
-    tries = {keyword: value for keyword, value in tries.items() if keyword in _offered()}
+    tries = [keyword for keyword in _TRIES if keyword in _offered()]
     table: dict[str, dict[str, str]] = {}
     for family in FAMILIES:
         try:
@@ -267,7 +272,7 @@ def _list(options: argparse.Namespace, console: Console) -> int:
         except CommandError:
             table[family] = dict.fromkeys(tries, "not in this transformers")
             continue
-        table[family] = {keyword: _try(model, keyword, value) for keyword, value in tries.items()}
+        table[family] = _tried(model)
     if options.json:
         _print_json({"transformers": transformers.__version__, "families": table}, console)
         return OK
@@ -285,6 +290,11 @@ def _list(options: argparse.Namespace, console: Console) -> int:
     return OK
 
 
+def _tried(model: Any) -> dict[str, str]:
+    """keyword -> "yes", or "no: " and why not."""
+    return {keyword: _try(model, keyword, value) for keyword, value in _TRIES.items() if keyword in _offered()}
+
+
 def _try(model: Any, keyword: str, value: Any) -> str:
     try:
         patched(model, **{keyword: value}).plan()
@@ -295,66 +305,12 @@ def _try(model: Any, keyword: str, value: Any) -> str:
 
 # ------------------------------------------------------------------------------------------------------ doctor
 def _doctor(options: argparse.Namespace, console: Console) -> int:
-    ranges = _required()
-    versions = {"python": (platform.python_version(), ">=3.11", sys.version_info >= (3, 11))}
-    for name in _PACKAGES:
-        versions[name] = _version(name, ranges.get(name))
-    targets = []
-    for path, why in _TARGETS:
-        try:
-            slot_from_path(path)
-            targets.append((path, why, ""))
-        except TargetError as error:
-            targets.append((path, why, str(error)))
-    broken = [name for name, (_, _, fits) in versions.items() if not fits] + [path for path, _, problem in targets if problem]
+    found = diagnose()
     if options.json:
-        data = {
-            "packages": {n: {"version": v, "wanted": w, "ok": ok} for n, (v, w, ok) in versions.items()},
-            "targets": {path: {"for": why, "problem": problem or None} for path, why, problem in targets},
-            "ok": not broken,
-        }
-        _print_json(data, console)
-        return FAILED if broken else OK
-    packages = Table(title="packages", title_justify="left")
-    for column in ("package", "version", "wanted", ""):
-        packages.add_column(column)
-    for name, (version, wanted, fits) in versions.items():
-        packages.add_row(
-            name, version or "not installed", wanted, "ok" if fits else "out of range", style=None if fits else "red"
-        )
-    found = Table(title="what the patches hold on to", title_justify="left")
-    for column in ("target", "for", ""):
-        found.add_column(column, overflow="fold")
-    for path, why, problem in targets:
-        found.add_row(path, why, problem or "ok", style="red" if problem else None)
-    console.print(packages, found)
-    remedy = "install versions inside the ranges above" if broken else "nothing to do"
-    console.print(f"{len(broken)} problems: {remedy}")
-    return FAILED if broken else OK
-
-
-def _required() -> dict[str, str]:
-    """package -> version range, from this package's own metadata."""
-    from packaging.requirements import Requirement
-
-    try:
-        lines = importlib.metadata.requires("scoped_patch") or []
-    except importlib.metadata.PackageNotFoundError:
-        return {}
-    wanted = [Requirement(line) for line in lines]
-    return {one.name: str(one.specifier) for one in wanted if str(one.specifier) or one.marker is None}
-
-
-def _version(name: str, wanted: str | None) -> tuple[str, str, bool]:
-    from packaging.specifiers import SpecifierSet
-
-    try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        optional = name not in ("torch", "transformers", "wrapt", "rich")
-        return "", wanted or "any, optional", optional
-    fits = SpecifierSet(wanted or "").contains(version, prereleases=True)
-    return version, wanted or "any", fits
+        _print_json(found.as_data(), console)
+    else:
+        console.print(found)
+    return OK if found.ok else FAILED
 
 
 def _print_json(data: Any, console: Console) -> None:

@@ -31,6 +31,29 @@ def test_explain_lists_the_edits_of_a_model_type(capsys):
     assert "linear cross entropy (triton)" in {row["to"] for row in data["edits"]}
 
 
+def test_explain_without_options_says_what_the_model_can_take(capsys, monkeypatch):
+    code, out, _ = run(capsys, "explain", "bert")
+    assert code == OK
+    assert out.startswith("Nothing was asked for, so nothing would change. What BertLMHeadModel can take:\n")
+    assert re.search(r"^  --fused torch +yes$", out, re.MULTILINE)
+    assert re.search(r"^  --tiled-mlp 4 +no: tiled_mlp: BertLMHeadModel .* has no text decoder", out, re.MULTILINE)
+    assert out.endswith("Give one or more of them to see the edits.\n")
+    code, out, _ = run(capsys, "explain", "llama", "--json")
+    assert code == OK
+    data = json.loads(out)
+    assert data["edits"] == []
+    assert set(data["can_take"].values()) == {"yes"}
+    # each answer is that of the option given alone
+    code, _, err = run(capsys, "explain", "bert", "--tiled-mlp", "4")
+    assert code == FAILED
+    assert "tiled_mlp: BertLMHeadModel" in err
+    monkeypatch.setattr("scoped_patch.cli._offered", lambda: {"tiled_mlp", "sp"})
+    code, out, _ = run(capsys, "explain", "bert")
+    assert code == FAILED
+    assert "yes" not in out
+    assert "Give one" not in out
+
+
 def test_explain_needs_no_process_group(capsys):
     started = time.process_time()
     code, out, err = run(capsys, "explain", "qwen3", "--sp", "4", "--fused", "torch", "--tiled-mlp", "8", "--json")
@@ -209,8 +232,8 @@ def test_doctor_and_list_print_tables_for_people(capsys, monkeypatch):
     assert "0 problems: nothing to do" in out
     assert re.search(r"transformers\W+\d+\.\d+", out)
     assert re.search(r"GradientCheckpointingLayer\W+recomputation as it ran\W+ok", out)
-    monkeypatch.setattr("scoped_patch.cli._required", lambda: {"rich": ">=99"})
-    monkeypatch.setattr("scoped_patch.cli._TARGETS", (("json:no_such_name", "this test"),))
+    monkeypatch.setattr("scoped_patch.doctor._required", lambda: {"rich": ">=99"})
+    monkeypatch.setattr("scoped_patch.doctor.TARGETS", (("json:no_such_name", "this test"),))
     code, out, _ = run(capsys, "doctor")
     assert code == FAILED
     assert "2 problems: install versions inside the ranges above" in out

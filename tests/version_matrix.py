@@ -82,8 +82,8 @@ def environment(folder: Path, version: str) -> Path:
 
 def run(python: Path, version: str, tests: tuple[str, ...], workers: int) -> Outcome:
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SCOPED_PATCH_MATRIX": "1"}
-    doctor = "from scoped_patch.cli import _TARGETS; from scoped_patch.engine.resolve import slot_from_path\n"
-    doctor += "import transformers\nprint(transformers.__version__)\nfor path, _ in _TARGETS: slot_from_path(path)"
+    doctor = "from scoped_patch.doctor import TARGETS; from scoped_patch.engine.resolve import slot_from_path\n"
+    doctor += "import transformers\nprint(transformers.__version__)\nfor path, _ in TARGETS: slot_from_path(path)"
     found = subprocess.run([python, "-c", doctor], env=env, cwd=ROOT, capture_output=True, text=True)
     if not found.stdout.startswith(version):
         raise SystemExit(f"{python} has transformers {found.stdout.strip() or found.stderr[-500:]!r}, wanted {version}")

@@ -111,13 +111,9 @@ def forward_edit(
     return Edit(slot, make, "wrap", reason, rank, commutes=True, token=token, exclusive=exclusive, counter=counter, to=to)
 
 
-def counting_edit(module: nn.Module, label: str, **common: Any) -> Edit:
+def counting_edit(module: nn.Module, label: str, forward: Forward, **common: Any) -> Edit:
     """A hidden edit that changes nothing and counts how often the module ran; arguments as for `forward_edit`."""
-    return replace(forward_edit(module, label, _as_before, to="counts calls", **common), hidden=True)
-
-
-def _as_before(prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return prior(*args, **kwargs)
+    return replace(forward_edit(module, label, forward, to="counts calls", **common), hidden=True)
 
 
 def runs_past(session: Session, patch: Patch) -> int:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..engine import Edit, Patch, Session, Support
 from ..engine.errors import BadOptionError, SeamNotReachedError, UnsupportedError
 from ..models.modules import changed_linear, counting_edit, forward_edit, is_plain_linear, refuse_replaced_forward, runs_past
+from ..models.placement import Placement
 from ..models.spec import describe
 from ..models.unwrap import unwrap
 from ..ops.group_devices import device_for
@@ -179,6 +180,7 @@ class FakeQuant(Patch):
         yield counting_edit(
             model,
             type(model).__name__,
+            Placement(self.name, model, found.values(), adapters=False).forward,
             name="fake_quant_model_forward",
             reason="see whether the model ran",
             token=(self.name, self.options, id(model)),
@@ -188,7 +190,7 @@ class FakeQuant(Patch):
     def audit(self, session: Session) -> None:
         runs = runs_past(session, self)
         if runs:
-            layers = sum(record.planned.patch is self for record in session.records) - 1
+            layers = sum(record.planned.patch is self and not record.edit.hidden for record in session.records)
             raise SeamNotReachedError(
                 f"{self.name}: the model ran {runs} times in the scope entered at {session.location}, and called none of its "
                 f"{layers} linear layers: something reads their weights directly, so nothing was quantised"

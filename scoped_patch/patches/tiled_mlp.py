@@ -22,6 +22,7 @@ from ..engine.errors import BadOptionError, ScopedPatchError, SeamNotReachedErro
 from ..models.checkpointing import snapshot_of
 from ..models.feed_forward import FeedForward, Found, find_feed_forwards, layer_blocks
 from ..models.modules import counting_edit, foreign_forward, forward_edit, runs_past
+from ..models.placement import Placement
 from ..models.roles import Roles
 from ..models.spec import describe, find_decoder
 from ..models.unwrap import class_names, unwrap
@@ -112,9 +113,13 @@ class TiledMLP(Patch):
                 exclusive=self.name,
             )
         decoder = find_decoder(model)
+        placement = Placement(self.name, model, [decoder, *(place.module for place in found.places)])
+        if decoder is not model:
+            yield placement.edit()
         yield counting_edit(
             decoder,
             "decoder",
+            placement.forward,
             name="tiled_mlp_decoder_forward",
             rank=RANK,
             reason="see whether the decoder ran",
@@ -125,7 +130,7 @@ class TiledMLP(Patch):
     def audit(self, session: Session) -> None:
         runs = runs_past(session, self)
         if runs:
-            blocks = sum(record.planned.patch is self for record in session.records) - 1
+            blocks = sum(record.planned.patch is self and not record.edit.hidden for record in session.records)
             raise SeamNotReachedError(
                 f"{self.name}: the decoder ran {runs} times in the scope entered at {session.location}, and none of its "
                 f"{blocks} feed-forward blocks was called: something computes them another way, so nothing was tiled"

@@ -18,6 +18,7 @@ from ..engine import Edit, Patch, Support, attribute_slot
 from ..engine.errors import ScopedPatchError, SeamNotReachedError
 from ..models.attention import bind_positional
 from ..models.modules import forward_edit, module_paths
+from ..models.placement import Placement
 from ..models.spec import describe, is_multimodal
 from ..models.unwrap import class_names, unwrap
 from ..models.vision import Vision, find_vision
@@ -68,7 +69,11 @@ class VLMMixedBatch(Patch):
         return Support(True, skipped=(f"batches without images are as upstream: {problem}",))
 
     def fingerprint(self, target: Any) -> Hashable:
-        return id(unwrap(target).model)
+        try:
+            vision = find_vision(unwrap(target).model)
+        except ScopedPatchError as error:
+            return str(error)
+        return (id(vision.model), id(vision.base), id(vision.tower), id(vision.projector))
 
     def plan(self, target: Any) -> Iterable[Edit]:
         model = unwrap(target).model
@@ -81,6 +86,8 @@ class VLMMixedBatch(Patch):
         seam = _Seam(vision)
         path = module_paths(model).get(id(vision.base)) or type(vision.base).__name__
         common: dict[str, Any] = {"token": (self.name, id(vision.base))}
+        parts = [vision.base, vision.tower, *([] if vision.projector is None else [vision.projector])]
+        yield Placement(self.name, model, parts).edit()
         yield forward_edit(
             vision.base,
             path,

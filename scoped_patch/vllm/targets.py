@@ -7,8 +7,10 @@ before the first weights are processed, in the process that holds the model.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
+import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,8 +20,10 @@ from ..engine import Edit, Patch, Support, attribute_slot
 from ..engine.errors import BadOptionError
 from .repeatable import process_again
 
-#: First version that is known to work, first one that is not.
-VERSIONS = ((0, 18), (0, 34))
+logger = logging.getLogger("scoped_patch")
+
+#: The minor versions that `tests/vllm/probe_versions.py` was run on. Outside of them is refused, in between is said.
+MEASURED = ((0, 18), (0, 20), (0, 24), (0, 26), (0, 30), (0, 32))
 _QUANTIZATION = "vllm.model_executor.layers.quantization.compressed_tensors"
 _METHOD = "process_weights_after_loading"
 _DENSE = f"{_QUANTIZATION}.schemes.compressed_tensors_w4a4_nvfp4:CompressedTensorsW4A4Fp4"
@@ -43,7 +47,13 @@ class _Target(Patch):
         if target is not None:
             return Support(False, f"{self.name} names its own target, vLLM's scheme classes; pass no model")
         found = self._find()
-        return Support(True) if isinstance(found, _Found) else Support(False, found)
+        if not isinstance(found, _Found):
+            return Support(False, found)
+        unmeasured = _unmeasured()
+        if unmeasured is None:
+            return Support(True)
+        _warn(unmeasured)  # workers of an engine have nobody to ask them for `explain()`
+        return Support(True, notes=(unmeasured,))
 
     def plan(self, target: Any) -> Iterable[Edit]:
         found = self._find()
@@ -64,12 +74,12 @@ class _Target(Patch):
         except ImportError:
             return f"{self.name}: vLLM is not installed in this process"
         version = vllm.__version__
-        numbers = re.match(r"(\d+)\.(\d+)", version)
-        # A build from a checkout has no usable number: then what is found decides alone.
-        if numbers and version != "dev" and (int(numbers[1]), int(numbers[2])) != (0, 0):
-            low, high = VERSIONS
-            if not low <= (int(numbers[1]), int(numbers[2])) < high:
-                return f"{self.name}: vLLM {version} is outside {_show(low)} to {_show(high)}, which this was written for"
+        minor = _minor(version)
+        if minor is not None and not MEASURED[0] <= minor <= MEASURED[-1]:
+            return (
+                f"{self.name}: vLLM {version} is outside {_show(MEASURED[0])} to {_show(MEASURED[-1])}, on which this was "
+                f"measured: install one of these, or use reload_weights, which needs no target patches"
+            )
         failures = []
         for path in self.candidates:
             module, _, name = path.partition(":")
@@ -158,6 +168,27 @@ def _takes_a_layer(owner: type) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _minor(version: str) -> tuple[int, int] | None:
+    """(0, 30) of "0.30.1"; None of a build from a checkout, which has no usable number: what is found decides alone."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    minor = (int(numbers[1]), int(numbers[2])) if numbers and version != "dev" else (0, 0)
+    return None if minor == (0, 0) else minor
+
+
+def _unmeasured() -> str | None:
+    import vllm
+
+    if _minor(vllm.__version__) in MEASURED:
+        return None
+    return f"vLLM {vllm.__version__} was not measured; {', '.join(map(_show, MEASURED))} were"
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Once in a process, not once for each target."""
+    logger.warning("qat: %s", text)
 
 
 def _show(version: tuple[int, int]) -> str:

@@ -24,6 +24,7 @@ from torch import nn
 from scoped_patch import Edit, Patch, Session, patched, wrap_call
 from scoped_patch.engine import ItemSlot, attribute_slot
 from scoped_patch.models.modules import forward_edit
+from scoped_patch.models.placement import Placement
 
 LAYERS = 80
 
@@ -98,6 +99,17 @@ def per_call(module: nn.Module, runs: int = 300, calls: int = 400) -> list[float
     return times
 
 
+def per_look(placement: Placement, runs: int = 300, calls: int = 20) -> list[float]:
+    """Nanoseconds per call of the model, one for each run."""
+    times = []
+    for _ in range(runs):
+        start = time.thread_time_ns()
+        for _ in range(calls):
+            placement.check()
+        times.append((time.thread_time_ns() - start) / calls)
+    return times
+
+
 def import_seconds() -> list[float]:
     code = "import torch, time; t = time.process_time(); import scoped_patch; print(time.process_time() - t)"
     run = [sys.executable, "-c", code]
@@ -137,6 +149,8 @@ def main() -> None:
     ):
         with patched(layer, patch):
             add(name, per_call(layer), "ns", bar, less=plain)
+    placement = Placement("bench", model, [part for layer in model.layers for part in (layer, layer.mlp)])
+    add(f"looking whether {2 * LAYERS} patched modules are there", per_look(placement), "ns")
     add("import scoped_patch, torch being there", import_seconds(), "s", "0.3 s")
     Console().print(table)
 

@@ -10,12 +10,14 @@ import pickle
 import re
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
+from scoped_patch import patched
 from scoped_patch.engine.errors import BadOptionError, BadTargetError, ScopeStateError, TargetError, UnsupportedError
 from scoped_patch.vllm import (
     IncompleteReload,
@@ -26,6 +28,7 @@ from scoped_patch.vllm import (
     quantize_state_dict,
     reload_engine,
     reload_weights,
+    targets,
     weights_digest,
 )
 from scoped_patch.vllm import exchange as exchange_module
@@ -37,6 +40,7 @@ from scoped_patch.vllm.plugin import register
 from scoped_patch.vllm.repeatable import process_again
 from scoped_patch.vllm.source import Source
 from scoped_patch.vllm.targets import NVFP4DenseW4A4, NVFP4DenseW4A16, targets_by_name
+from tests.vllm.probe_versions import VERSIONS
 
 
 @pytest.mark.parametrize(
@@ -288,7 +292,8 @@ class OtherArguments:
 @pytest.mark.parametrize(
     ("version", "classes", "text"),
     [
-        ("0.17.2", {"CompressedTensorsW4A16Fp4": Good}, "vLLM 0.17.2 is outside 0.18 to 0.34"),
+        ("0.17.2", {"CompressedTensorsW4A16Fp4": Good}, "vLLM 0.17.2 is outside 0.18 to 0.32, on which"),
+        ("0.33.0", {"CompressedTensorsW4A16Fp4": Good}, "vLLM 0.33.0 is outside 0.18 to 0.32, on which"),
         ("0.30.0", {}, "vLLM 0.30.0 has none of"),
         ("0.30.0", {"CompressedTensorsW4A16Fp4": NoMethod}, r"does not take \(self, layer\)"),
         ("0.30.0", {"CompressedTensorsW4A16Fp4": OtherArguments}, r"does not take \(self, layer\)"),
@@ -314,6 +319,31 @@ def test_a_target_is_found_by_what_is_there(monkeypatch: pytest.MonkeyPatch, ver
     assert (found.owner, found.mode) == (Good, "use_a16")
     assert found.applies(types.SimpleNamespace(use_a16=True))
     assert not found.applies(Good())
+
+
+@pytest.mark.parametrize("version", ["0.18.0", "0.30.1", "0.31.0", "0.0.0+checkout"])
+def test_a_version_that_nobody_measured_is_said_to_be_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    vllm_stub(monkeypatch, version, CompressedTensorsW4A4Fp4=Good)
+    targets._warn.cache_clear()
+    plan = patched(None, NVFP4DenseW4A16(), NVFP4DenseW4A4()).plan()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    if version in ("0.18.0", "0.30.1"):
+        assert not said
+        assert "not measured" not in str(plan)
+    else:
+        assert said == [f"qat: vLLM {version} was not measured; 0.18, 0.20, 0.24, 0.26, 0.30, 0.32 were"]
+        assert str(plan).count(f"vLLM {version} was not measured") == 2
+
+
+def test_the_measured_versions_are_those_of_the_probe_and_of_the_docs() -> None:
+    measured = [".".join(map(str, minor)) for minor in targets.MEASURED]
+    assert [version.rpartition(".")[0] for version in VERSIONS] == measured
+    root = Path(__file__).parents[2]
+    table = re.findall(r"^\| (0\.\d+\.\d+) \|", (root / "docs/vllm.md").read_text(), re.MULTILINE)
+    assert table == list(VERSIONS)
+    assert f"| vLLM | {' | '.join(VERSIONS)} |" in (root / "README.md").read_text()
 
 
 def test_targets_by_name() -> None:

@@ -69,7 +69,7 @@ def test_a_missing_class_or_an_unknown_version_changes_nothing(engines: Any, mon
     with pytest.raises(PatchErrorGroup) as caught:
         patched(qat="nvfp4").apply()
     assert len(caught.value.exceptions) == 3
-    assert "nvfp4_dense_w4a16: vLLM 0.99.0 is outside 0.18 to 0.34" in str(caught.value.exceptions[0])
+    assert "nvfp4_dense_w4a16: vLLM 0.99.0 is outside 0.18 to 0.32" in str(caught.value.exceptions[0])
     monkeypatch.undo()
     assert all(scheme_classes()[o][k] is v for o, raw in before.items() for k, v in raw.items())
     assert not active()

@@ -25,6 +25,7 @@ from ...models.head import head_terms
 from ...models.modules import forward_slot
 from ...models.outputs import fused_output
 from ...models.packing import IGNORE_INDEX, aligned_targets
+from ...models.placement import Placement
 from ...models.sharding import active_shard
 from ...models.spec import Anatomy, describe, find_head, head_leaves
 from ...ops.linear_cross_entropy import linear_cross_entropy
@@ -46,6 +47,7 @@ class Seam:
         self.what = describe(parts.model)
         self.frames = frames_of.setdefault(parts.model, [])
         self.head_places = tuple(forward_slot(leaf, "").place for leaf in parts.head_leaves)
+        self.placement = Placement(patch.name, parts.model, parts.head_leaves)
         self.model = weakref.ref(parts.model)
         self.decoding: set[int] = set()  # threads inside generate(), where logits are wanted
         self.proved = False
@@ -58,6 +60,8 @@ class Seam:
     def model_forward(self, prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._decodes() or not self._in_charge():
             return prior(*args, **kwargs)
+        if not torch.compiler.is_dynamo_compiling():
+            self.placement.check()
         if len(args) > len(self.positional):
             raise TypeError(f"{self.what} takes at most {len(self.positional)} positional arguments, got {len(args)}")
         for name, value in zip(self.positional, args, strict=False):

@@ -16,6 +16,7 @@ from ...engine.errors import BadOptionError, UnsupportedError
 from ...models.attention import MixingLayer, bind_positional
 from ...models.modules import forwards_below
 from ...models.packing import CU_SEQLENS, IGNORE_INDEX
+from ...models.placement import Placement
 from ...models.spec import describe, text_config
 from .. import fused_head
 from ..ulysses import seam as ulysses_seam
@@ -65,6 +66,7 @@ class Seam:
         self.grouped = Counter()
         self.generating = 0
         self.positional = bind_positional(type(model).forward)
+        self.placement = Placement(patch.name, model, (module for layer in layers for module in layer.attentions))
         # Index arithmetic on values has no place in a graph, and attention would be compiled anew for every layout.
         self.pack, self.prepare, self.finish = opaque(self._pack), opaque(self._prepare), opaque(self._finish)
         self.attend = opaque(attend)
@@ -72,6 +74,8 @@ class Seam:
     def model_forward(self, prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.generating:
             return prior(*args, **kwargs)
+        if not torch.compiler.is_dynamo_compiling():
+            self.placement.check()
         if len(args) > len(self.positional):
             raise TypeError(f"{self.what} takes at most {len(self.positional)} positional arguments, got {len(args)}")
         kwargs.update(zip(self.positional, args, strict=False))

@@ -147,7 +147,7 @@ class Ulysses(Patch):
             return None
         return (
             getattr(getattr(decoder, "config", None), "_attn_implementation", None),
-            tuple(id(layer.layer) for layer in layers),
+            tuple(id(part) for one in layers for part in (one.layer, *one.attentions, *one.mixers, *one.apart)),
         )
 
     def plan(self, target: Any) -> Iterable[Edit]:

@@ -12,19 +12,20 @@ from torch import Tensor, nn
 
 from ...engine import Counter
 from ...engine.adhoc import signature_of
-from ...engine.errors import BadOptionError, SeamNotReachedError, UnsupportedError
+from ...engine.errors import BadOptionError, SeamNotReachedError
 from ...models.attention import MixingLayer, bind_positional, config_with_implementation, refresh_config
 from ...models.packing import CU_SEQLENS
+from ...models.placement import Placement
 from ...models.sharding import SequenceShard, active_shard, announce, resumed_shard, withdraw
-from ...models.spec import CAUSAL_LOSSES, describe, forward_names, is_multimodal
+from ...models.spec import describe, forward_names, is_multimodal
 from ...ops.sequence_parallel import begin_step, report_failure
 from .attention import SHARD, attend, attend_whole, mix, no_shard
 from .batch import check_whole, cut_cache_position, cut_rotary, cut_targets, cut_visual_rows, learn_of_others, sequence_length
+from .calls import CACHES, check_cut_call, refuse_unspreadable
 from .groups import existing, resolve
 from .outputs import finish, gather_outputs
 
 _PRIOR = "_scoped_prior_config"
-_CACHES = ("cache", "past_key_values")
 
 #: arguments of decoders that have one entry per token in dimension 1
 _DECODER_PER_TOKEN = ("input_ids", "inputs_embeds", "per_layer_inputs", "visual_pos_masks")
@@ -41,6 +42,8 @@ class Seam:
         self.shards: list[SequenceShard] = []
         self.pass_through = 0
         self.attention_counter = Counter()
+        parts = (part for one in layers for part in (one.layer, *one.attentions, *one.mixers, *one.apart))
+        self.placement = Placement(patch.name, model, (decoder, *parts))
         self.views: list[tuple[Any, Any, str]] = []
         self.model_positional = bind_positional(type(model).forward)
         self.decoder_positional = bind_positional(type(decoder).forward)
@@ -54,9 +57,10 @@ class Seam:
         if self.pass_through:
             return prior(*args, **kwargs)
         kwargs = self._named(self.model_positional, args, kwargs)
-        self._refuse(kwargs)
+        refuse_unspreadable(self.decoder, kwargs)
         group = self._group()
         with _Step(group):
+            self._look()
             shard = self._shard(group, kwargs)
             as_tuple = kwargs.get("labels") is not None and not shard.gathers_outputs and self._wants_tuple(kwargs)
             if as_tuple:
@@ -68,6 +72,10 @@ class Seam:
                 withdraw(shard)
             out = finish(out, shard, kwargs, self.patch.grad_reduction)
             return out.to_tuple() if as_tuple else out
+
+    def _look(self) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            self.placement.check()
 
     def _wants_tuple(self, kwargs: dict[str, Any]) -> bool:
         wanted = kwargs.get("return_dict")
@@ -90,48 +98,13 @@ class Seam:
             check_whole({k: v for k, v in kwargs.items() if gathers or k != "shift_labels"}, length, ranks)
             shard = SequenceShard(self.model, group, length, gathers_outputs=gathers)
             if not gathers:
-                self._check_cut_call(kwargs)
+                check_cut_call(self.model, self.what, self.own_loss, kwargs)
                 cut_targets(shard, kwargs)
             return shard
-        self._check_cut_call(kwargs)
+        check_cut_call(self.model, self.what, self.own_loss, kwargs)
         shard = SequenceShard(self.model, group, length * ranks, cuts_inputs=False, gathers_outputs=False)
         learn_of_others(shard, kwargs)
         return shard
-
-    def _check_cut_call(self, kwargs: dict[str, Any]) -> None:
-        keep = kwargs.get("logits_to_keep", 0)
-        if keep is not None and not (isinstance(keep, int) and keep == 0):
-            raise BadOptionError("ulysses: logits_to_keep is not supported with inputs='sharded': cut the outputs instead")
-        given = next((name for name in ("labels", "start_positions", "end_positions") if kwargs.get(name) is not None), None)
-        kind = getattr(self.model, "loss_type", None)
-        if given is not None and (kind not in CAUSAL_LOSSES or given != "labels"):
-            raise UnsupportedError(
-                f"ulysses: {self.what} was given {given} for a loss of kind {kind!r}, and with inputs='sharded' only a loss of "
-                f"next tokens is put together over the ranks. Leave them out and compute the loss from the outputs, or use "
-                f"inputs='full'"
-            )
-        if self.own_loss and kwargs.get("labels") is not None:
-            raise UnsupportedError(
-                f"ulysses: {self.what} computes its loss itself, from labels that it shifts within this rank's part, which "
-                f"is wrong at the part's end. With inputs='sharded' leave labels out and compute the loss from the outputs"
-            )
-
-    def _refuse(self, kwargs: dict[str, Any]) -> None:
-        for name in _CACHES:
-            if kwargs.get(name) is not None:
-                raise UnsupportedError(
-                    f"ulysses: {name} was passed, and a key-value cache is not spread over ranks; use generate()"
-                )
-        if kwargs.get("use_cache") is True:
-            raise UnsupportedError(
-                "ulysses: use_cache=True was passed, and a key-value cache is not spread over ranks. Score and train with "
-                "use_cache=False; generate() works and computes as outside the scope"
-            )
-        config = getattr(self.decoder, "config", None)
-        if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
-            raise UnsupportedError(
-                "ulysses: output_attentions is not supported: attention weights stay on the rank of their head"
-            )
 
     def _named(self, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         if len(args) > len(names):
@@ -143,12 +116,13 @@ class Seam:
         if self.pass_through:
             return prior(*args, **kwargs)
         kwargs = self._named(self.decoder_positional, args, kwargs)
-        self._refuse({**kwargs, "use_cache": None} if module is not self.model else kwargs)
+        refuse_unspreadable(self.decoder, {**kwargs, "use_cache": None} if module is not self.model else kwargs)
         shard = active_shard(self.model)
         if shard is not None:
             return self._run_decoder(prior, module, shard, kwargs)
         group = self._group()  # the decoder was called on its own
         with _Step(group):
+            self._look()
             shard = self._shard(group, kwargs)
             announce(shard)
             try:
@@ -197,7 +171,7 @@ class Seam:
                 if isinstance(kwargs.get(name), Tensor):
                     kwargs[name] = shard.cut(kwargs[name], 1, 0 if name == "visual_pos_masks" else None)
         kwargs["use_cache"] = False
-        for name in _CACHES:
+        for name in CACHES:
             kwargs.pop(name, None)
         if "logits_to_keep" in kwargs:
             kwargs["logits_to_keep"] = 0  # the model cuts what comes out; it would cut this rank's part here
