@@ -207,6 +207,13 @@ def test_a_loader_that_is_not_of_vllm_is_always_run(engine: Any, install: Any, m
     assert len(CALLS) == 3
 
 
+def test_a_strided_weight_is_given_to_a_loader_that_was_seen_to_copy_parts(engine: Any, install: Any) -> None:
+    install(copies_parts)
+    reload(engine, 1)
+    reload(engine, 0, ((n, t.t().contiguous().t() if t.dim() == 2 else t) for n, t in engine.state[0].items()))
+    assert len(CALLS) == 2
+
+
 def test_a_loader_is_run_again_when_its_layer_has_changed(engine: Any, install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = install(copies)
     for seed in (1, 0):
