@@ -244,14 +244,46 @@ class Shards:
     stop: int
 
 
-def test_all_loaders_of_a_layer_are_run_when_one_of_them_leaves_something_to_the_others(engine: Any, install: Any) -> None:
+@pytest.mark.parametrize("order", [list, reversed])
+def test_all_loaders_of_a_layer_are_run_when_one_of_them_leaves_something(engine: Any, install: Any, order: Any) -> None:
+    install(copies)
+    install(own(marks), of="weight_scale")
+    for seed in (1, 0, 1):
+        reload(engine, seed, order(list(engine.state[seed].items())))
+    assert len(CALLS) == 3
+
+
+def own(function: Any) -> Any:
+    """A method of the layer, as vLLM records it."""
     from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
 
-    install(copies)
-    install(types.MethodType(marks, layer_ref_sentinel), of="weight_scale")
+    return types.MethodType(function, layer_ref_sentinel)
+
+
+def test_a_loader_that_loads_another_parameter_too_is_always_run(engine: Any, install: Any) -> None:
+    install(own(loads_two))
     for seed in (1, 0, 1):
+        KEPT[:] = [engine.state[seed][f"{NAME}.input_global_scale"]]
+        reload(engine, seed, ((n, t) for n, t in engine.state[seed].items() if n != f"{NAME}.input_global_scale"))
+    assert CALLS == ["loads_two"] * 3
+
+
+def loads_two(layer: Any, param: Any, weight: torch.Tensor) -> None:
+    CALLS.append("loads_two")
+    param.data.copy_(weight)
+    layer.input_global_scale.weight_loader(layer.input_global_scale, KEPT[0])
+
+
+def test_scales_start_from_one_for_loaders_that_look_first(engine: Any, install: Any) -> None:
+    install(looks_first, of="weight_global_scale")
+    for seed in (1, 0):
         reload(engine, seed)
-    assert len(CALLS) == 3
+    assert CALLS == [[1.0]] * 2
+
+
+def looks_first(param: Any, weight: torch.Tensor) -> None:
+    CALLS.append(param.data.tolist())
+    param.data.copy_(weight)
 
 
 def test_a_loader_that_calls_another_is_always_run(engine: Any, install: Any) -> None:
