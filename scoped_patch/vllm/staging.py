@@ -101,6 +101,7 @@ class StagedModel:
         if staged.processed:
             if staged.lenient:
                 return True
+            name = name if self.source.current else staged.label
             raise RejectedWeight(name, "loader", f"{name}: arrived after {staged.owners[0][0].name} was complete without it")
         if weight is not None and weight.is_floating_point() != staged.is_floating_point:
             raise RejectedWeight(name, "dtype", f"{name}: is {weight.dtype}, but {staged.label} holds {staged.dtype}")

@@ -207,6 +207,13 @@ def test_a_loader_that_is_not_of_vllm_is_always_run(engine: Any, install: Any, m
     assert len(CALLS) == 3
 
 
+def test_a_strided_weight_is_given_to_a_loader_that_was_seen_to_copy_parts(engine: Any, install: Any) -> None:
+    install(copies_parts)
+    reload(engine, 1)
+    reload(engine, 0, ((n, t.t().contiguous().t() if t.dim() == 2 else t) for n, t in engine.state[0].items()))
+    assert len(CALLS) == 2
+
+
 def test_a_loader_is_run_again_when_its_layer_has_changed(engine: Any, install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = install(copies)
     for seed in (1, 0):
@@ -237,14 +244,45 @@ class Shards:
     stop: int
 
 
-def test_all_loaders_of_a_layer_are_run_when_one_of_them_leaves_something_to_the_others(engine: Any, install: Any) -> None:
+def test_all_loaders_of_a_layer_are_run_when_one_of_them_leaves_something(engine: Any, install: Any) -> None:
+    install(copies)
+    install(own(marks), of="weight_scale")
+    for seed, order in ((1, list), (0, reversed), (1, list), (0, list)):
+        reload(engine, seed, order(list(engine.state[seed].items())))
+    assert len(CALLS) == 4
+
+
+def own(function: Any) -> Any:
+    """A method of the layer, as vLLM records it."""
     from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
 
-    install(copies)
-    install(types.MethodType(marks, layer_ref_sentinel), of="weight_scale")
+    return types.MethodType(function, layer_ref_sentinel)
+
+
+def test_a_loader_that_loads_another_parameter_too_is_always_run(engine: Any, install: Any) -> None:
+    install(own(loads_two))
     for seed in (1, 0, 1):
+        KEPT[:] = [engine.state[seed][f"{NAME}.input_global_scale"]]
+        reload(engine, seed, ((n, t) for n, t in engine.state[seed].items() if n != f"{NAME}.input_global_scale"))
+    assert CALLS == ["loads_two"] * 3
+
+
+def loads_two(layer: Any, param: Any, weight: torch.Tensor) -> None:
+    CALLS.append("loads_two")
+    param.data.copy_(weight)
+    layer.input_global_scale.weight_loader(layer.input_global_scale, KEPT[0])
+
+
+def test_scales_start_from_one_for_loaders_that_look_first(engine: Any, install: Any) -> None:
+    install(looks_first, of="weight_global_scale")
+    for seed in (1, 0):
         reload(engine, seed)
-    assert len(CALLS) == 3
+    assert CALLS == [[1.0]] * 2
+
+
+def looks_first(param: Any, weight: torch.Tensor) -> None:
+    CALLS.append(param.data.tolist())
+    param.data.copy_(weight)
 
 
 def test_a_loader_that_calls_another_is_always_run(engine: Any, install: Any) -> None:
