@@ -65,6 +65,11 @@ class MixingLayer:
     takes_kwargs: bool
     apart: tuple[nn.Module, ...] = ()
 
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The layer, and all that mixes tokens in it."""
+        return (self.layer, *self.attentions, *self.mixers, *self.apart)
+
 
 def mixing_layers(model: nn.Module) -> tuple[nn.Module, tuple[MixingLayer, ...]]:
     """The text decoder of a model and its layers.

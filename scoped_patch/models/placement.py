@@ -76,11 +76,13 @@ class Placement:
         return way
 
     def check(self) -> None:
-        """Cheap where nothing has changed: one look at each step.
+        """Cheap where nothing has changed: one look at each step. Nothing is looked at in code that is being compiled.
 
         Raises:
             SeamNotReachedError: a module was replaced by another one, or one more was put beside those of a list.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return None
         for children, name, module in self.steps:
             if children.get(name) is not module:
                 return self._changed()
@@ -126,8 +128,7 @@ class Placement:
 
     def forward(self, prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """For `forward_edit`: the call as it was, after a look."""
-        if not torch.compiler.is_dynamo_compiling():
-            self.check()
+        self.check()
         return prior(*args, **kwargs)
 
     def edit(self) -> Edit:

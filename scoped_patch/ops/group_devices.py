@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..engine.errors import BadOptionError
@@ -21,6 +22,13 @@ def device_for(group: Any, x: Tensor) -> torch.device:
     if not devices or x.device.type in {device.type for device in devices}:
         return x.device
     return devices[0]
+
+
+def largest_in_group(x: Tensor, group: Any) -> Tensor:
+    """The largest of every rank's `x`, element by element, in a new tensor that is where `x` is."""
+    out = x.to(device_for(group, x), copy=True)
+    dist.all_reduce(out, dist.ReduceOp.MAX, group)
+    return out.to(x.device)
 
 
 def check_device(group: Any, x: Tensor, what: str) -> None:

@@ -25,7 +25,7 @@ from ..models.modules import changed_linear, counting_edit, forward_edit, is_pla
 from ..models.placement import Placement
 from ..models.spec import describe
 from ..models.unwrap import unwrap
-from ..ops.group_devices import device_for
+from ..ops.group_devices import largest_in_group
 from ..ops.nvfp4 import BLOCK, FUSED, fake_quantize, largest, tensor_scale
 
 RANK = 5  # innermost: what is patched around a linear layer sees the layer that it is now
@@ -249,9 +249,7 @@ class FakeQuant(Patch):
                 if seen is None:
                     raise BadOptionError(f"fake_quant: {name} has seen no input in training mode, so its scale is not known")
                 if process_group is not None:
-                    largest_of_all = seen.to(device_for(process_group, seen), copy=True)
-                    torch.distributed.all_reduce(largest_of_all, torch.distributed.ReduceOp.MAX, process_group)
-                    seen = largest_of_all.to(seen.device)
+                    seen = largest_in_group(seen, process_group)
                 scales[name] = tensor_scale(seen)
             given = scales
         return {**made, "input_global_scales": given}

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from ..engine.errors import BadOptionError, UnsupportedError
-from ..ops.group_devices import device_for
+from ..ops.group_devices import largest_in_group
 from ..ops.nvfp4 import BLOCK, FUSED
 
 _ROWS = 1024  # packed at a time: packing needs 36 bytes for every weight
@@ -130,9 +130,7 @@ class _Quantizer:
             [w.detach().abs().amax().float() if w.numel() else w.new_zeros((), dtype=torch.float32) for w in weights.values()]
         ).amax()
         if self._group is not None:
-            agreed = top.to(device_for(self._group, top))
-            torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX, self._group)
-            top = agreed.to(top.device)
+            top = largest_in_group(top, self._group)
         global_scale = generate_gparam(-top, top)
         input_scale = self._input_scale(list(weights)) if self._scheme == "w4a4" else None
         for name, weight in weights.items():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import itertools
 from typing import Any
 
 import pytest
@@ -16,7 +14,8 @@ from scoped_patch import Ulysses, patched
 from tests.support.ranks import spawn
 from tests.support.scores import unpatched
 from tests.support.ulysses import run_cases
-from tests.support.ulysses_cases import FAMILIES, NO_SDPA, Case, make_batch, sample_lengths
+from tests.support.ulysses_cases import FAMILIES, NO_SDPA, Case, make_batch, told_lengths
+from tests.support.ulysses_equality import why_no_flash
 from tests.tiny_models import build
 
 pytestmark = [
@@ -67,8 +66,9 @@ def test_flex_equals_one_process(family, ranks):
 @pytest.mark.parametrize(("kernel", "family", "rows"), FLASH)
 def test_flash_is_as_near_as_one_process(kernel, family, rows, ranks):
     """In bfloat16, against float32: no further off than the unpatched model with the same kernel is, but for a margin."""
-    if kernel == "flash_attention_4" and importlib.util.find_spec("flash_attn") is None:
-        pytest.skip("flash-attn-4 is not installed")
+    why = why_no_flash(torch.device("cuda")) if kernel == "flash_attention_4" else None
+    if why is not None:
+        pytest.skip(why)
     for ours, usual in spawn(ranks, errors, family, rows, kernel, timeout=600, start="spawn"):
         far = {name: (ours[name], usual[name]) for name in ours if not ours[name] <= 1.5 * usual[name] + 2e-3}
         assert not far
@@ -78,11 +78,8 @@ def errors(rank: int, world: int, family: str, rows: str, kernel: str) -> tuple[
     """How far log-probs, entropy and every gradient are from float32: spread over the ranks, and in one process."""
     case = Case(family, batch=1 if rows == "packed" else 2, length=301, rows=rows, call="fused", device="cuda")
     batch: dict[str, Any] = {name: x.cuda() for name, x in make_batch(case).items()}
-    if rows == "packed":  # said in full: left to itself, transformers hands the longest sample on as a tensor, which is refused
-        lengths = sample_lengths(case.length)
-        bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
-        batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-        batch |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    if rows == "packed":
+        batch |= told_lengths(case.length, "cuda")
     options: dict[str, Any] = {"head_dim": 64, "initializer_range": 0.1}
     options |= {"sliding_window": 40} if family == "mistral" else {}
     exact, _ = build(family, attn="eager", **options)

@@ -124,6 +124,16 @@ def packed_positions(length: int) -> Tensor:
     return torch.cat([torch.arange(n) for n in sample_lengths(length)])[None]
 
 
+def told_lengths(length: int, device: Any) -> dict[str, Any]:
+    """The samples said in full, as flash attention takes them: left to itself, transformers hands the longest length on as a
+    tensor, which FlashAttention 4 refuses.
+    """
+    lengths = sample_lengths(length)
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    longest = max(lengths)
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
 def break_the_exchange(world: int) -> None:
     """In this process, from here on: heads see the tokens of their own rank only, under the right shapes."""
     from scoped_patch.patches.ulysses import attention

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from scoped_patch import Ulysses, patched
 from scoped_patch.ops.sequence_parallel import count_collectives
 from tests.support.scores import objective, unpatched
-from tests.support.ulysses_cases import packed_positions, sample_lengths
+from tests.support.ulysses_cases import packed_positions, sample_lengths, told_lengths
 from tests.tiny_models import build
 
 #: of the largest entry of an output, and of the norm of a gradient; both sides in float32
@@ -172,11 +172,8 @@ def _batch(setting: Setting, index: int, device: torch.device) -> dict[str, Any]
     batch: dict[str, Any] = {"input_ids": torch.randint(3, 100, (rows, setting.length), generator=generator).to(device)}
     if setting.rows == "packed":
         batch["position_ids"] = packed_positions(setting.length).to(device)
-        if "flash" in setting.attention:  # left to itself, transformers hands the longest length on as a tensor
-            lengths = sample_lengths(setting.length)
-            bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-            batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-            batch |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+        if "flash" in setting.attention:
+            batch |= told_lengths(setting.length, device)
     targets = batch["input_ids"].roll(-1, 1)
     targets[:, -1] = -100
     if setting.rows == "packed":

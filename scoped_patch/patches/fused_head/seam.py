@@ -60,8 +60,7 @@ class Seam:
     def model_forward(self, prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._decodes() or not self._in_charge():
             return prior(*args, **kwargs)
-        if not torch.compiler.is_dynamo_compiling():
-            self.placement.check()
+        self.placement.check()
         if len(args) > len(self.positional):
             raise TypeError(f"{self.what} takes at most {len(self.positional)} positional arguments, got {len(args)}")
         for name, value in zip(self.positional, args, strict=False):

@@ -74,8 +74,7 @@ class Seam:
     def model_forward(self, prior: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.generating:
             return prior(*args, **kwargs)
-        if not torch.compiler.is_dynamo_compiling():
-            self.placement.check()
+        self.placement.check()
         if len(args) > len(self.positional):
             raise TypeError(f"{self.what} takes at most {len(self.positional)} positional arguments, got {len(args)}")
         kwargs.update(zip(self.positional, args, strict=False))

@@ -147,7 +147,7 @@ class Ulysses(Patch):
             return None
         return (
             getattr(getattr(decoder, "config", None), "_attn_implementation", None),
-            tuple(id(part) for one in layers for part in (one.layer, *one.attentions, *one.mixers, *one.apart)),
+            tuple(id(part) for layer in layers for part in layer.modules),
         )
 
     def plan(self, target: Any) -> Iterable[Edit]:

@@ -42,8 +42,7 @@ class Seam:
         self.shards: list[SequenceShard] = []
         self.pass_through = 0
         self.attention_counter = Counter()
-        parts = (part for one in layers for part in (one.layer, *one.attentions, *one.mixers, *one.apart))
-        self.placement = Placement(patch.name, model, (decoder, *parts))
+        self.placement = Placement(patch.name, model, (decoder, *(part for layer in layers for part in layer.modules)))
         self.views: list[tuple[Any, Any, str]] = []
         self.model_positional = bind_positional(type(model).forward)
         self.decoder_positional = bind_positional(type(decoder).forward)
@@ -60,7 +59,7 @@ class Seam:
         refuse_unspreadable(self.decoder, kwargs)
         group = self._group()
         with _Step(group):
-            self._look()
+            self.placement.check()
             shard = self._shard(group, kwargs)
             as_tuple = kwargs.get("labels") is not None and not shard.gathers_outputs and self._wants_tuple(kwargs)
             if as_tuple:
@@ -72,10 +71,6 @@ class Seam:
                 withdraw(shard)
             out = finish(out, shard, kwargs, self.patch.grad_reduction)
             return out.to_tuple() if as_tuple else out
-
-    def _look(self) -> None:
-        if not torch.compiler.is_dynamo_compiling():
-            self.placement.check()
 
     def _wants_tuple(self, kwargs: dict[str, Any]) -> bool:
         wanted = kwargs.get("return_dict")
@@ -122,7 +117,7 @@ class Seam:
             return self._run_decoder(prior, module, shard, kwargs)
         group = self._group()  # the decoder was called on its own
         with _Step(group):
-            self._look()
+            self.placement.check()
             shard = self._shard(group, kwargs)
             announce(shard)
             try:
