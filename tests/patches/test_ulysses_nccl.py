@@ -58,7 +58,7 @@ def _scales_differ(device: torch.device) -> list[str]:
         model(**{**inputs, "labels": None})
     scales = patch.packing(model, dist.group.WORLD)["input_global_scales"]
     mine = torch.stack([scale.reshape(()) for scale in scales.values()])
-    lowest, highest = mine.to(device), mine.to(device)
+    lowest, highest = mine.to(device, copy=True), mine.to(device, copy=True)
     dist.all_reduce(lowest, dist.ReduceOp.MIN)
     dist.all_reduce(highest, dist.ReduceOp.MAX)
     return [] if torch.equal(lowest, highest) and mine.device.type == "cpu" else ["the ranks' scales of inputs differ"]
