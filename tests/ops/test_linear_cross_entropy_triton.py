@@ -106,6 +106,37 @@ def test_kept_logits_give_the_same_gradients(softcap, ignored, monkeypatch):
     assert not kept
 
 
+def test_what_was_never_kept_is_not_read(monkeypatch):
+    """The first block is begun over all rows, before it is known which count; fresh memory may hold anything."""
+    from scoped_patch.ops.linear_cross_entropy import triton_backend, triton_backward
+
+    for module in (triton_backend, triton_backward):
+        monkeypatch.setattr(module, "SCAN_BLOCK", 16)
+    passes, original = [], triton_backward._pass
+    monkeypatch.setattr(triton_backward, "_pass", lambda *a, **o: (passes.append(a[1].shape[0]), original(*a, **o)))
+    torch.use_deterministic_algorithms(True)  # what is asked for empty is filled with NaN
+    try:
+        for capturing in (False, True):  # then all rows are computed, and those that do not count are zeros
+            monkeypatch.setattr(triton_backward, "capturing", lambda _, now=capturing: now)
+            x, y = problem(v=300, dtype=HALF, ignored=9)
+            y[0] = -100
+            up = torch.randn(y.shape[0])
+            up[::4] = 0
+            grads = []
+            for memory in (1 << 20, "low"):
+                out = call(x, y, memory=memory, backend="triton")
+                grads.append(torch.autograd.grad((out.log_probs, out.entropy), tuple(x.values()), (up, -up)))
+            for got, wanted in zip(*grads, strict=True):
+                assert rel(got, wanted) < GRAD_TOL[HALF]
+            y.fill_(-100)
+            out = call(x, y, memory=1 << 20, backend="triton")
+            for got in torch.autograd.grad(out.log_probs, tuple(x.values()), up):
+                assert not bool(got.any())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert passes == [y.shape[0]] * 4
+
+
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_kept_logits_in_several_blocks_with_rows_that_nothing_flows_into(softcap, monkeypatch):
     """Ignored rows are not kept, and of the kept ones only some are wanted, from blocks that do not start at 0."""
@@ -319,11 +350,12 @@ def test_more_than_two_to_the_31_logits(memory):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-def test_a_cuda_graph_can_hold_it():
+@pytest.mark.parametrize("memory", ["low", 1 << 20], ids=["recomputed", "kept"])
+def test_a_cuda_graph_can_hold_it(memory):
     x, y = problem(n=64, h=64, v=1000, dtype=torch.bfloat16, ignored=9)
 
     def step():
-        out = call(x, y, backend="triton", memory="low")
+        out = call(x, y, backend="triton", memory=memory)
         return out.log_probs, *torch.autograd.grad(out.log_probs.sum(), (x["h"], x["w"]))
 
     # All outside of the default stream, which a capture must not wait for.
@@ -338,6 +370,9 @@ def test_a_cuda_graph_can_hold_it():
     graph.replay()
     for a, b in zip(got, wanted, strict=True):
         assert rel(a, b) < 1e-5
+    y.fill_(-100)
+    graph.replay()
+    assert not any(bool(t.any()) for t in got)
 
 
 @pytest.mark.gpu

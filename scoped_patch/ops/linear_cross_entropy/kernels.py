@@ -55,23 +55,26 @@ def activate(product, scale, pre, bias, HAS_BIAS: tl.constexpr, SOFTCAP: tl.cons
 
 @triton.jit
 def scan_rows(
-    LABELS, TEMPERATURE, G_0, G_1, G_2, G_3, INDEX, COUNT, LOCAL, SCALE,
+    LABELS, TEMPERATURE, G_0, G_1, G_2, G_3, INDEX, COUNT, LOCAL, SCALE, KEPT_ROW,
     n, ignore_index, vocab_start, numerator, temperature_stride,
     stride_0, stride_1, stride_2, row_stride_3, stride_3, ids_per_row,
     BLOCK: tl.constexpr, FORWARD: tl.constexpr, PER_ROW: tl.constexpr, HAS_0: tl.constexpr, HAS_1: tl.constexpr,
-    HAS_2: tl.constexpr, HAS_3: tl.constexpr,
+    HAS_2: tl.constexpr, HAS_3: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Number the rows that count, in order, from the front of INDEX, and the others from its end; COUNT is how many count.
 
     FORWARD: a row counts whose label is not ignored; its label (among this process's vocabulary rows) and scale go to the
-    same place of LOCAL and SCALE. Else a gradient G of one of its outputs must also not be 0. One program does it all.
+    same place of LOCAL and SCALE. Else a gradient G of one of its outputs must also not be 0, and (KEPT) the place that the
+    forward gave the row goes to the same place of KEPT_ROW. One program does it all.
     """
     found = 0
+    found_real = 0
     for start in range(0, n, BLOCK):
         r = (start + tl.arange(0, BLOCK)).to(tl.int64)
         inside = r < n
         y = tl.load(LABELS + r, mask=inside, other=0)
-        keep = (inside & (y != ignore_index)).to(tl.int32)
+        real = (inside & (y != ignore_index)).to(tl.int32)
+        keep = real
         if not FORWARD:
             some = tl.zeros((BLOCK,), tl.int32)
             if HAS_0:
@@ -88,6 +91,11 @@ def scan_rows(
         upto = found + tl.cumsum(keep, 0)
         to = tl.where(keep != 0, upto - 1, n - 1 - (r - upto))
         tl.store(INDEX + to, r, mask=inside)
+        if KEPT:
+            upto_real = found_real + tl.cumsum(real, 0)
+            # A row whose label is ignored has no place: any that exists will do.
+            tl.store(KEPT_ROW + to, tl.maximum(upto_real, 1) - 1, mask=inside)
+            found_real += tl.sum(real, 0)
         if FORWARD:
             tl.store(LOCAL + to, y - vocab_start, mask=inside)
             scale = tl.zeros((BLOCK,), tl.float32) + numerator

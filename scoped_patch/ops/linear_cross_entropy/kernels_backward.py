@@ -121,28 +121,30 @@ def backward_tiles(
 
 @triton.jit
 def backward_block(
-    SOURCE, OUT, SOURCE_ROW, SOURCE_TOP, SCALE, BIAS, LSE, CONSTANT, ON_LOG_P, ON_P,
+    SOURCE, OUT, SOURCE_ROW, SOURCE_TOP, COUNT, SCALE, BIAS, LSE, CONSTANT, ON_LOG_P, ON_P,
     columns, source_stride, out_stride, top_stride, vocab0, pre,
-    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, KEPT: tl.constexpr, GATHER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, KEPT: tl.constexpr, ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr, PER_LOG_P: tl.constexpr, PER_P: tl.constexpr,
 ):  # fmt: skip
-    """The same from a block in memory: of products, or (KEPT) of the scores that the forward kept, from the first column of a
-    tile on. OUT may be SOURCE.
+    """The same from a block in memory: of products, or (KEPT) of the scores that the forward kept, at the rows SOURCE_ROW and
+    from the first column of a tile on. OUT may be SOURCE. Kept rows from COUNT on need not exist: OUT gets zeros
+    there (ZEROS) or nothing.
     """
     r = tl.program_id(0).to(tl.int64)
     source = r
-    if GATHER:
-        source = tl.load(SOURCE_ROW + r)
     scale = tl.load(SCALE + r)
+    there = columns
     if KEPT:
+        there = tl.where(r < tl.load(COUNT), columns, 0)
+        source = tl.load(SOURCE_ROW + r)
         # As [tiles, columns of a tile], so that a tile's maximum is loaded once and not for each of its columns.
         tile = tl.program_id(1) * (BLOCK // COLUMNS) + tl.arange(0, BLOCK // COLUMNS)
         top = SOURCE_TOP + (vocab0 // COLUMNS + tile).to(tl.int64) * top_stride + source
-        top = tl.load(top, mask=tile * COLUMNS < columns, other=0.0)
+        top = tl.load(top, mask=tile * COLUMNS < there, other=0.0)
         c = tile[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     else:
         c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = c < columns
+    inside = c < there
     x = tl.load(SOURCE + source * source_stride + c, mask=inside, other=0.0).to(tl.float32)
     u = x
     if KEPT:
@@ -163,6 +165,8 @@ def backward_block(
     d = d_logits(z - tl.load(LSE + r), tl.load(CONSTANT + r), on_log_p, on_p, PER_LOG_P, PER_P)
     if SOFTCAP:
         d *= 1.0 - u * u
+    if ZEROS:
+        inside = c < columns
     tl.store(OUT + r * out_stride + c, d.to(OUT.dtype.element_ty), mask=inside)
 
 

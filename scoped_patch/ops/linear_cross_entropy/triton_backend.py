@@ -96,65 +96,67 @@ def options(head: Head) -> dict[str, Any]:
 
 
 class _Forward:
-    """One forward: where the statistics of parts go, and where their merge goes, [total] each."""
+    """One forward: where the statistics of parts go, and where their merge goes, [total] each.
+
+    Until the device has its first product to make it waits for the host, so what is needed later is made later.
+    """
 
     def __init__(self, head: Head, inputs: Inputs, entropy: bool, sum_sq: bool) -> None:
         like, total = inputs.hidden, inputs.labels.shape[0]
         self.head, self.total, self.entropy, self.sum_sq = head, total, entropy, sum_sq
         self.final = not head.group_name
-        self.first, self.second = like.new_empty(total, dtype=torch.float32), like.new_empty(total, dtype=torch.float32)
-        self.third = like.new_empty(total if entropy else 0, dtype=torch.float32)
-        self.fourth = like.new_empty(total if sum_sq else 0, dtype=torch.float32)
-        self.last = like.new_empty(total, dtype=torch.bool if self.final else torch.float32)
+        self._merged: tuple[Tensor, ...] | None = None
         # The rows that count come first: their numbers among all rows, and their labels among this process's.
         whole = inputs.labels.new_empty(2 * total + 1)
         self.index, self.local, self.count = whole[:total], whole[total:-1], whole[-1:]
-        real = like.new_empty(2 * total, dtype=torch.float32)
-        self.label_logit, self.scale = real[:total], real[total:]
+        self._real = like.new_empty(2 * total, dtype=torch.float32)
+        self.label_logit, self.scale = self._real[:total], self._real[total:]
         host, temperature, stride = scalar(inputs.temperature)
         if total:
             k.scan_rows[(1,)](
                 inputs.labels, temperature, None, None, None, None, self.index, self.count, self.local, self.scale,
-                total, head.ignore_index, head.vocab_start, scales(head)[0] / host, stride, 0, 0, 0, 0, 0, 0,
+                None, total, head.ignore_index, head.vocab_start, scales(head)[0] / host, stride, 0, 0, 0, 0, 0, 0,
                 BLOCK=SCAN_BLOCK, FORWARD=True, PER_ROW=temperature is not None, HAS_0=False, HAS_1=False, HAS_2=False,
-                HAS_3=False, num_warps=8,
+                HAS_3=False, KEPT=False, num_warps=8,
             )  # fmt: skip
 
     def allocate(self, parts: int, rows: int, tops: Tensor | None = None) -> None:
         """Room for `parts` column parts of `rows` rows; the maxima go to `tops` [parts, rows] where given."""
-        store = self.first.new_empty((1 + self.entropy + self.sum_sq, parts, rows))
-        top = self.first.new_empty((parts, rows)) if tops is None else tops
+        store = self._real.new_empty((1 + self.entropy + self.sum_sq, parts, rows))
+        top = self._real.new_empty((parts, rows)) if tops is None else tops
         self.parts = (top, store[0], store[1] if self.entropy else top, store[-1] if self.sum_sq else top)
         self.part_count, self.stride = parts, rows
 
+    @property
+    def merged(self) -> tuple[Tensor, ...]:
+        """What `combine` fills, see `kernels.combine_parts`; empty where not asked for."""
+        if self._merged is None:
+            wanted = (True, True, self.entropy, self.sum_sq)
+            last = self._real.new_empty(self.total, dtype=torch.bool if self.final else torch.float32)
+            self._merged = *(self._real.new_empty(self.total if w else 0) for w in wanted), last
+        return self._merged
+
     def combine(self, row0: int, rows: int) -> None:
         head = self.head
-        last = self.last.view(torch.int8) if self.final else self.last
+        *merged, last = self.merged
         k.combine_parts[(-(-rows // 32),)](
             *self.parts, self.label_logit, self.local, self.index, self.count,
-            self.first, self.second, self.third, self.fourth, last,
+            *merged, last.view(torch.int8) if self.final else last,
             row0, rows, self.part_count, self.stride, head.weight.shape[0], -head.vocab_start,
             head.vocab_size - head.vocab_start,
             BLOCK=32, PARTS=16, ENTROPY=self.entropy, SUM_SQ=self.sum_sq, FINAL=self.final, num_warps=4,
         )  # fmt: skip
 
     def outputs(self, inputs: Inputs, topk_logits: Tensor | None, kept: Tensor, kept_tops: Tensor) -> Outputs:
+        first, second, third, fourth, last = self.merged
         if self.final and topk_logits is None:
-            chosen = self.first.new_empty(0)
-            return Outputs(self.first, self.third, self.fourth, self.last, chosen, self.second, kept, kept_tops)
+            return Outputs(first, third, fourth, last, first.new_empty(0), second, kept, kept_tops)
         real = inputs.labels != self.head.ignore_index
         if self.final and topk_logits is not None:
-            chosen = torch.where(real[:, None], topk_logits - self.second[:, None], 0)
-            return Outputs(self.first, self.third, self.fourth, self.last, chosen, self.second, kept, kept_tops)
-        stats = merge(
-            self.head,
-            self.second,
-            self.last,
-            self.third if self.entropy else None,
-            self.fourth if self.sum_sq else None,
-            self.first,
-            topk_logits,
-        )
+            chosen = torch.where(real[:, None], topk_logits - second[:, None], 0)
+            return Outputs(first, third, fourth, last, chosen, second, kept, kept_tops)
+        centred, squares = third if self.entropy else None, fourth if self.sum_sq else None
+        stats = merge(self.head, second, last, centred, squares, first, topk_logits)
         rows = Rows(inputs.hidden, None, inputs.labels, inputs.temperature, self.total)
         return stats.outputs(rows, real, kept, kept_tops)
 

@@ -30,20 +30,22 @@ _ROW_BLOCK = 256
 class _Terms:
     """Per-row inputs of the gradient kernels, in the order of `index`; see `kernels_backward.prepare_rows`.
 
-    Everything up to here is left to the device, so that it is done by the time the host has read `count`.
+    All of it is left to the device. The host learns `count` when it has to, and may hand the device more work before.
     """
 
     def __init__(self, head: Head, inputs: Inputs, forward: Outputs, upstream: Upstream) -> None:
-        total = inputs.labels.shape[0]
+        total, kept = inputs.labels.shape[0], forward.kept.shape[0] > 0
         self.head = head
         flags = {f"HAS_{i}": g is not None for i, g in enumerate(upstream)}
         strides = [g.stride(0) if g is not None else 0 for g in upstream]
         topk = upstream.topk_log_probs
         self.ids_per_row = topk.shape[1] if topk is not None else 0
         strides += [topk.stride(1) if topk is not None else 0, self.ids_per_row]
-        whole = inputs.labels.new_empty((2 + self.ids_per_row) * total + 1)
+        whole = inputs.labels.new_empty((2 + kept + self.ids_per_row) * total + 1)
         self.index, self.local, self.count = whole[:total], whole[total : 2 * total], whole[-1:]
-        self.ids = whole[2 * total : -1].view(total, self.ids_per_row)
+        # The forward brought the rows that count to the front of what it kept: where each is there.
+        self.kept_row = whole[2 * total : 3 * total] if kept else None
+        self.ids = whole[(2 + kept) * total : -1].view(total, self.ids_per_row)
         terms = inputs.hidden.new_empty((7, total), dtype=torch.float32)
         self.scale, self.lse, self.constant, self.on_log_p, self.on_p, self.label, self.log_prob = terms.unbind(0)
         self.topk = terms.new_empty((2, total, self.ids_per_row)) if topk is not None else terms
@@ -51,9 +53,14 @@ class _Terms:
         self.flags = {"PER_LOG_P": flags["HAS_1"], "PER_P": flags["HAS_2"]}
         host, temperature, stride = scalar(inputs.temperature)
         scan_rows[(1,)](
-            inputs.labels, None, *upstream, self.index, self.count, None, None, total, head.ignore_index, 0, 1.0, 0,
-            *strides, BLOCK=SCAN_BLOCK, FORWARD=False, PER_ROW=False, **flags, num_warps=8,
+            inputs.labels, None, *upstream, self.index, self.count, None, None, self.kept_row, total, head.ignore_index, 0,
+            1.0, 0, *strides, BLOCK=SCAN_BLOCK, FORWARD=False, PER_ROW=False, KEPT=kept, **flags, num_warps=8,
         )  # fmt: skip
+        self.capturing = capturing(self.count)
+        self._told, self._ready = self.count, None
+        if self.count.is_cuda and not self.capturing:  # GPU only
+            self._told, self._ready = self.count.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._ready.record(torch.cuda.current_stream(self.count.device))
         topk_ids = inputs.topk_ids.contiguous() if inputs.topk_ids is not None and self.has_topk else None
         k.prepare_rows[(-(-total // _ROW_BLOCK),)](
             self.index, inputs.labels, temperature, forward.log_probs, forward.lse, forward.entropy,
@@ -64,13 +71,15 @@ class _Terms:
         self.n = total
 
     def read_count(self) -> Tensor | None:
-        """Wait for the device: where the rows are that something flows into, None where that is all of them.
+        """Wait for the device to have counted: where the rows are that something flows into, None where that is all of them.
 
         While a CUDA graph is captured nothing can be read: then it is all rows, those that count first.
         """
-        if capturing(self.count):
+        if self.capturing:
             return self.index
-        self.n = int(self.count)
+        if self._ready is not None:  # GPU only
+            self._ready.synchronize()
+        self.n = int(self._told)
         return self.index[: self.n] if self.n < self.index.shape[0] else None
 
     @property
@@ -100,8 +109,11 @@ def run_backward(
     head, total = settings.head(inputs), inputs.labels.shape[0]
     inputs = inputs._replace(labels=inputs.labels.contiguous())
     index, n, extra = None, total, inputs.extra_hidden
+    fused = None
     if total:
         terms = _Terms(head, inputs, forward, upstream)
+        if fused_route(head):
+            fused = _FusedBlocks(head, terms, forward, budgets.block_bytes(settings.memory, inputs.hidden, forward.kept.nbytes))
         index = terms.read_count()
         n = terms.n
     hidden = inputs.hidden if index is None else inputs.hidden.index_select(0, index)
@@ -111,42 +123,58 @@ def run_backward(
     out = Gradients.room(head, rows, torch.float32, needs)
     if n == 0:
         out.zero()
-    elif fused_route(head):
-        kept_rows = None
-        if forward.kept.shape[0] and index is not None:
-            # The forward brought the rows that count to the front.
-            kept_rows = (inputs.labels != head.ignore_index).cumsum(0).clamp(min=1).index_select(0, index) - 1
-        _fused(head, rows, terms, forward, kept_rows, settings.memory, out)
+    elif fused is not None:
+        fused.multiply_out(rows.hidden, out)
     else:
         _in_blocks(head, rows, terms, settings.memory, out)
     return out.finish(head, rows, inputs)
 
 
-def _fused(
-    head: Head,
-    rows: Rows,
-    terms: _Terms,
-    forward: Outputs,
-    kept_rows: Tensor | None,
-    memory: int,
-    out: Gradients,
-) -> None:
-    hidden, kept, vocab = rows.hidden, forward.kept, head.weight.shape[0]
-    if hidden.stride(1) != 1 or hidden.data_ptr() % 16 or hidden.stride(0) * hidden.element_size() % 16:
-        hidden = hidden.clone(memory_format=torch.contiguous_format)
-    columns = tile_sizes()[1]
-    room = budgets.block_bytes(memory, hidden, kept.nbytes)
-    width = budgets.block_width(vocab, room // (terms.n * hidden.element_size()), columns)
-    buffer = hidden.new_empty((terms.n, -(-width // columns) * columns))
-    for low in range(0, vocab, width):
-        high = min(vocab, low + width)
-        d = buffer[:, : high - low]
-        if kept.shape[0]:
-            _pass(kept[:, low:], d, head, terms, low, high, kept_rows, forward.kept_tops)
+class _FusedBlocks:
+    """The blocks of the fused route, from tiles or from kept scores, one alive at a time.
+
+    Of kept scores the first block is begun here, over all rows: the device skips those that do not count, and is busy while
+    the host learns how many do.
+
+    Args:
+        room: bytes that a block may take.
+    """
+
+    def __init__(self, head: Head, terms: _Terms, forward: Outputs, room: int) -> None:
+        self._head, self._terms, self._forward = head, terms, forward
+        self._fitting = room // head.weight.element_size()
+        self._block: Tensor | None = None
+        self._high = 0
+        if forward.kept.shape[0]:
+            self._begin(0, forward.kept.shape[0], None)
+
+    def _begin(self, low: int, rows: int, hidden: Tensor | None) -> None:
+        """Hand the device the block [rows, from column `low`], without the labels' own terms."""
+        self._block = None  # its memory serves again
+        columns = tile_sizes()[1]
+        width = budgets.block_width(self._head.weight.shape[0] - low, self._fitting // rows, columns)
+        self._block = self._head.weight.new_empty((rows, -(-width // columns) * columns))
+        self._high = low + width
+        if hidden is None:
+            tops = self._forward.kept_tops
+            _pass(self._forward.kept[:, low:], self._block[:, :width], self._head, self._terms, low, self._high, tops)
         else:
-            _tiles(head, hidden, buffer, terms, low, high)
-        terms.add_own(d, low, high)
-        _multiply_out(out, d, hidden, None, head, low, high)
+            _tiles(self._head, hidden, self._block, self._terms, low, self._high)
+
+    def multiply_out(self, hidden: Tensor, out: Gradients) -> None:
+        """Bring all blocks into the results; `hidden` [n, H] are the rows that count."""
+        if hidden.stride(1) != 1 or hidden.data_ptr() % 16 or hidden.stride(0) * hidden.element_size() % 16:
+            hidden = hidden.clone(memory_format=torch.contiguous_format)
+        n, vocab, low = self._terms.n, self._head.weight.shape[0], 0
+        while low < vocab:
+            if low or self._block is None:
+                self._begin(low, n, None if self._forward.kept.shape[0] else hidden)
+            assert self._block is not None
+            d = self._block[:n, : self._high - low]
+            self._terms.add_own(d, low, self._high)
+            _multiply_out(out, d, hidden, None, self._head, low, self._high)
+            del d
+            low = self._high
 
 
 def _in_blocks(head: Head, rows: Rows, terms: _Terms, memory: int, out: Gradients) -> None:
@@ -178,15 +206,15 @@ def _pass(
     terms: _Terms,
     low: int,
     high: int,
-    source_row: Tensor | None = None,
     tops: Tensor | None = None,
 ) -> None:
     """From products, or, with the maxima of their tiles in `tops`, from kept scores."""
     block = 256 if INTERPRETED else 2048
     k.backward_block[(d.shape[0], -(-(high - low) // block))](
-        source, d, source_row, tops, terms.scale, head.bias, *terms.pointers, high - low, source.stride(0), d.stride(0),
-        tops.stride(0) if tops is not None else 0, low, scales(head)[1], BLOCK=block, COLUMNS=budgets.TILE_COLUMNS,
-        KEPT=tops is not None, GATHER=source_row is not None, **options(head), **terms.flags,
+        source, d, terms.kept_row, tops, terms.count, terms.scale, head.bias, *terms.pointers,
+        high - low, source.stride(0), d.stride(0), tops.stride(0) if tops is not None else 0, low, scales(head)[1],
+        BLOCK=block, COLUMNS=budgets.TILE_COLUMNS, KEPT=tops is not None, ZEROS=terms.capturing,
+        **options(head), **terms.flags,
     )  # fmt: skip
 
 
