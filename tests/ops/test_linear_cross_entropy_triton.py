@@ -88,64 +88,92 @@ def test_against_float64(v, option, route):
     compare(x, y, 2e-5, grad_tol=GRAD_TOL[dtype], names=names, topk=topk, ref_options=ref, backend="triton", **options)
 
 
+def kept_passes(monkeypatch) -> list[tuple[int, int, int]]:
+    """(first column, columns, when) of each pass over kept scores."""
+    from scoped_patch.ops.linear_cross_entropy import triton_backward
+
+    passes, original = [], triton_backward._kept_pass
+    monkeypatch.setattr(triton_backward, "_kept_pass", lambda *a: (passes.append((a[5], a[6] - a[5], a[7])), original(*a))[1])
+    return passes
+
+
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("ignored", [0, 9])
 def test_kept_logits_give_the_same_gradients(softcap, ignored, monkeypatch):
-    from scoped_patch.ops.linear_cross_entropy import triton_backward
-
     x, y = problem(v=300, bias=softcap is not None, dtype=HALF, ignored=ignored)
     ref = {"softcap": softcap}
-    kept = []
-    original = triton_backward._pass
-    monkeypatch.setattr(triton_backward, "_pass", lambda *a, **o: (kept.append(len(a) > 6), original(*a, **o)))
+    kept = kept_passes(monkeypatch)
     compare(x, y, 2e-5, grad_tol=GRAD_TOL[HALF], ref_options=ref, softcap=softcap, memory=1 << 20, backend="triton")
     assert kept
-    assert all(kept)
     kept.clear()
     compare(x, y, 2e-5, grad_tol=GRAD_TOL[HALF], ref_options=ref, softcap=softcap, memory="low", backend="triton")
     assert not kept
 
 
-def test_what_was_never_kept_is_not_read(monkeypatch):
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_what_was_never_kept_is_not_read(softcap, monkeypatch):
     """The first block is begun over all rows, before it is known which count; fresh memory may hold anything."""
     from scoped_patch.ops.linear_cross_entropy import triton_backend, triton_backward
 
     for module in (triton_backend, triton_backward):
         monkeypatch.setattr(module, "SCAN_BLOCK", 16)
-    passes, original = [], triton_backward._pass
-    monkeypatch.setattr(triton_backward, "_pass", lambda *a, **o: (passes.append(a[1].shape[0]), original(*a, **o)))
+    passes = kept_passes(monkeypatch)
     torch.use_deterministic_algorithms(True)  # what is asked for empty is filled with NaN
     try:
         for capturing in (False, True):  # then all rows are computed, and those that do not count are zeros
             monkeypatch.setattr(triton_backward, "capturing", lambda _, now=capturing: now)
-            x, y = problem(v=300, dtype=HALF, ignored=9)
-            y[0] = -100
-            up = torch.randn(y.shape[0])
-            up[::4] = 0
-            grads = []
-            for memory in (1 << 20, "low"):
-                out = call(x, y, memory=memory, backend="triton")
-                grads.append(torch.autograd.grad((out.log_probs, out.entropy), tuple(x.values()), (up, -up)))
-            for got, wanted in zip(*grads, strict=True):
-                assert rel(got, wanted) < GRAD_TOL[HALF]
+            for quiet in (False, True):
+                x, y = problem(v=300, dtype=HALF, ignored=9)
+                y[0] = -100
+                up = torch.randn(y.shape[0])
+                up[:: 4 if quiet else y.shape[0]] = 0
+                grads = []
+                for memory in (1 << 20, "low"):
+                    topk = torch.arange(2 * y.shape[0]).view(-1, 2) % 300
+                    out = call(x, y, memory=memory, backend="triton", softcap=softcap, topk_ids=topk)
+                    used = out.log_probs, out.entropy, out.topk_log_probs
+                    grads.append(torch.autograd.grad(used, tuple(x.values()), (up, -up, up[:, None].expand(-1, 2))))
+                for got, wanted in zip(*grads, strict=True):
+                    assert rel(got, wanted) < GRAD_TOL[HALF]
             y.fill_(-100)
-            out = call(x, y, memory=1 << 20, backend="triton")
+            out = call(x, y, memory=1 << 20, backend="triton", softcap=softcap)
             for got in torch.autograd.grad(out.log_probs, tuple(x.values()), up):
                 assert not bool(got.any())
     finally:
         torch.use_deterministic_algorithms(False)
-    assert passes == [y.shape[0]] * 4
+    assert passes == [(0, 300, 1), (0, 300, 2)] * 3 + [(0, 300, 0)] * 3
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("ignored", [0, 9])
+def test_kept_logits_are_used_up_by_the_last_backward_alone(softcap, ignored, monkeypatch):
+    n, v = 37, 1000
+    x, y = problem(n=n, v=v, dtype=HALF, ignored=ignored, bias=True)
+    passes = kept_passes(monkeypatch)
+    leaves = [t.detach().double().requires_grad_() for t in x.values()]
+    ref = reference(*leaves[:2], y, leaves[2], softcap=softcap)
+    ups = torch.randn(n), torch.randn(n)
+    wanted = torch.autograd.grad((ref["log_probs"], ref["entropy"]), leaves, [up.double() for up in ups])
+    size = n * (2 * v + 4 * 4)
+    out = call(x, y, memory=size, softcap=softcap, backend="triton")
+    every = [(low, min(256, v - low)) for low in range(0, v, 256)]
+    steps = [(*every[0], 1), (*every[0], 2), (256, v - 256, 0)]
+    for retain, whole in ((True, [(*block, 0) for block in every]), (True, [(*block, 0) for block in every]), (False, steps)):
+        passes.clear()
+        got = torch.autograd.grad((out.log_probs, out.entropy), tuple(x.values()), ups, retain_graph=retain)
+        assert passes == whole
+        for left, right in zip(got, wanted, strict=True):
+            assert rel(left, right) < GRAD_TOL[HALF]
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out.log_probs, tuple(x.values()), ups[0])
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_kept_logits_in_several_blocks_with_rows_that_nothing_flows_into(softcap, monkeypatch):
     """Ignored rows are not kept, and of the kept ones only some are wanted, from blocks that do not start at 0."""
-    from scoped_patch.ops.linear_cross_entropy import triton_backward
-
     n, v = 37, 1000
     x, y = problem(n=n, v=v, dtype=HALF, ignored=9)
-    starts, original = [], triton_backward._pass
-    monkeypatch.setattr(triton_backward, "_pass", lambda *a, **o: (starts.append(a[4]), original(*a, **o)))
+    passes = kept_passes(monkeypatch)
     kept = n * (2 * v + 4 * 4)  # fp16 scores, and the maxima of four tiles
     out = call(x, y, memory=kept, softcap=softcap, backend="triton")
     leaves = [t.detach().double().requires_grad_() for t in x.values()]
@@ -156,7 +184,7 @@ def test_kept_logits_in_several_blocks_with_rows_that_nothing_flows_into(softcap
         up[::3] = 0
     got = torch.autograd.grad((out.log_probs, out.entropy), tuple(x.values()), ups)
     wanted = torch.autograd.grad((ref["log_probs"], ref["entropy"]), leaves, [up.double() for up in ups])
-    assert starts == [0, 256, 512, 768]
+    assert [(low, when) for low, _, when in passes] == [(0, 1), (0, 2), (256, 0), (512, 0), (768, 0)]
     for left, right in zip(got, wanted, strict=True):
         assert rel(left, right) < GRAD_TOL[HALF]
 

@@ -58,11 +58,18 @@ def run_forward(inputs: Inputs, settings: Settings, entropy: bool, sum_sq: bool,
 
 
 def run_backward(
-    inputs: Inputs, settings: Settings, forward: Outputs, upstream: Upstream, needs: tuple[bool, ...]
+    inputs: Inputs, settings: Settings, forward: Outputs, upstream: Upstream, needs: tuple[bool, ...], once: bool
 ) -> Gradients:
-    """The backward of the settings' backend; `needs`: hidden, weight, bias, extra_hidden, extra_weight."""
+    """The backward of the settings' backend.
+
+    Args:
+        needs: hidden, weight, bias, extra_hidden, extra_weight.
+        once: whether no other backward over `forward` will follow, so that what it kept may be used up.
+    """
     if settings.backend == "torch":
-        from .torch_backend import run_backward as run
-    else:
-        from .triton_backward import run_backward as run
-    return run(inputs, settings, forward, upstream, needs)
+        from .torch_backend import run_backward as run_on_torch
+
+        return run_on_torch(inputs, settings, forward, upstream, needs)
+    from .triton_backward import run_backward as run
+
+    return run(inputs, settings, forward, upstream, needs, once)

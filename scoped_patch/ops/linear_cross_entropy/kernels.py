@@ -61,20 +61,21 @@ def scan_rows(
     BLOCK: tl.constexpr, FORWARD: tl.constexpr, PER_ROW: tl.constexpr, HAS_0: tl.constexpr, HAS_1: tl.constexpr,
     HAS_2: tl.constexpr, HAS_3: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Number the rows that count, in order, from the front of INDEX, and the others from its end; COUNT is how many count.
+    """Number the rows that count, in order, from the front of INDEX, and the others from its end; COUNT is how many count,
+    and how many have a label.
 
     FORWARD: a row counts whose label is not ignored; its label (among this process's vocabulary rows) and scale go to the
     same place of LOCAL and SCALE. Else a gradient G of one of its outputs must also not be 0, and (KEPT) the place that the
     forward gave the row goes to the same place of KEPT_ROW. One program does it all.
     """
     found = 0
-    found_real = 0
+    labelled = 0
     for start in range(0, n, BLOCK):
         r = (start + tl.arange(0, BLOCK)).to(tl.int64)
         inside = r < n
         y = tl.load(LABELS + r, mask=inside, other=0)
-        real = (inside & (y != ignore_index)).to(tl.int32)
-        keep = real
+        has_label = (inside & (y != ignore_index)).to(tl.int32)
+        keep = has_label
         if not FORWARD:
             some = tl.zeros((BLOCK,), tl.int32)
             if HAS_0:
@@ -92,10 +93,9 @@ def scan_rows(
         to = tl.where(keep != 0, upto - 1, n - 1 - (r - upto))
         tl.store(INDEX + to, r, mask=inside)
         if KEPT:
-            upto_real = found_real + tl.cumsum(real, 0)
             # A row whose label is ignored has no place: any that exists will do.
-            tl.store(KEPT_ROW + to, tl.maximum(upto_real, 1) - 1, mask=inside)
-            found_real += tl.sum(real, 0)
+            place = labelled + tl.cumsum(has_label, 0)
+            tl.store(KEPT_ROW + to, tl.maximum(place, 1) - 1, mask=inside)
         if FORWARD:
             tl.store(LOCAL + to, y - vocab_start, mask=inside)
             scale = tl.zeros((BLOCK,), tl.float32) + numerator
@@ -104,7 +104,9 @@ def scan_rows(
                 scale = (numerator / t).to(tl.float32)
             tl.store(SCALE + to, scale, mask=inside)
         found += tl.sum(keep, 0)
+        labelled += tl.sum(has_label, 0)
     tl.store(COUNT, found.to(tl.int64))
+    tl.store(COUNT + 1, labelled.to(tl.int64))
 
 
 @triton.jit

@@ -120,42 +120,37 @@ def backward_tiles(
 
 
 @triton.jit
+def softcap_slope(u):
+    """The derivative of tanh where it is u. From a row that does not count, or by rounding, u may lie outside of [-1, 1]."""
+    u = tl.minimum(tl.maximum(u, -1.0), 1.0)
+    return 1.0 - u * u
+
+
+@triton.jit
+def label_gradient(log_p, label_grad, scale, lse, constant, on_log_p, on_p, SOFTCAP, PER_LOG_P, PER_P):
+    """The gradient at a row's label, one-hot term included. LOG_PROB and LSE in units of log 2."""
+    log_p = tl.where(log_p < LOWEST, LOWEST, log_p)
+    d = d_logits(log_p, constant, on_log_p, on_p, PER_LOG_P, PER_P) + label_grad
+    if SOFTCAP:
+        d *= softcap_slope((log_p + lse) / scale)
+    return d
+
+
+@triton.jit
 def backward_block(
-    SOURCE, OUT, SOURCE_ROW, SOURCE_TOP, COUNT, SCALE, BIAS, LSE, CONSTANT, ON_LOG_P, ON_P,
-    columns, source_stride, out_stride, top_stride, vocab0, pre,
-    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, KEPT: tl.constexpr, ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr, PER_LOG_P: tl.constexpr, PER_P: tl.constexpr,
+    SOURCE, OUT, BIAS, SCALE, LSE, CONSTANT, ON_LOG_P, ON_P,
+    columns, source_stride, out_stride, vocab0, pre,
+    BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PER_LOG_P: tl.constexpr, PER_P: tl.constexpr,
 ):  # fmt: skip
-    """The same from a block in memory: of products, or (KEPT) of the scores that the forward kept, at the rows SOURCE_ROW and
-    from the first column of a tile on. OUT may be SOURCE. Kept rows from COUNT on need not exist: OUT gets zeros
-    there (ZEROS) or nothing.
-    """
+    """The same from a block of products in memory. OUT may be SOURCE."""
     r = tl.program_id(0).to(tl.int64)
-    source = r
-    scale = tl.load(SCALE + r)
-    there = columns
-    if KEPT:
-        there = tl.where(r < tl.load(COUNT), columns, 0)
-        source = tl.load(SOURCE_ROW + r)
-        # As [tiles, columns of a tile], so that a tile's maximum is loaded once and not for each of its columns.
-        tile = tl.program_id(1) * (BLOCK // COLUMNS) + tl.arange(0, BLOCK // COLUMNS)
-        top = SOURCE_TOP + (vocab0 // COLUMNS + tile).to(tl.int64) * top_stride + source
-        top = tl.load(top, mask=tile * COLUMNS < there, other=0.0)
-        c = tile[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    else:
-        c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = c < there
-    x = tl.load(SOURCE + source * source_stride + c, mask=inside, other=0.0).to(tl.float32)
-    u = x
-    if KEPT:
-        z = x + top[:, None]
-        if SOFTCAP:
-            u = z / scale
-    else:
-        bias = 0.0
-        if HAS_BIAS:
-            bias = tl.load(BIAS + vocab0 + c, mask=inside, other=0.0).to(tl.float32)
-        z, u = activate(x, scale, pre, bias, HAS_BIAS, SOFTCAP)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < columns
+    x = tl.load(SOURCE + r * source_stride + c, mask=inside, other=0.0).to(tl.float32)
+    bias = 0.0
+    if HAS_BIAS:
+        bias = tl.load(BIAS + vocab0 + c, mask=inside, other=0.0).to(tl.float32)
+    z, u = activate(x, tl.load(SCALE + r), pre, bias, HAS_BIAS, SOFTCAP)
     on_log_p = 0.0
     on_p = 0.0
     if PER_LOG_P:
@@ -165,6 +160,54 @@ def backward_block(
     d = d_logits(z - tl.load(LSE + r), tl.load(CONSTANT + r), on_log_p, on_p, PER_LOG_P, PER_P)
     if SOFTCAP:
         d *= 1.0 - u * u
+    tl.store(OUT + r * out_stride + c, d.to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def kept_block(
+    KEPT, OUT, KEPT_ROW, TOPS, COUNT, LABELS, LOG_PROB, LABEL_GRAD, SCALE, LSE, CONSTANT, ON_LOG_P, ON_P,
+    columns, kept_stride, out_stride, top_stride, vocab0,
+    TILES: tl.constexpr, COLUMNS: tl.constexpr, ZEROS: tl.constexpr, WHEN: tl.constexpr, HAS_LABEL: tl.constexpr,
+    SOFTCAP: tl.constexpr, PER_LOG_P: tl.constexpr, PER_P: tl.constexpr,
+):  # fmt: skip
+    """The same, the label's own term included, from scores that the forward kept, at the rows KEPT_ROW: TILES of its tiles of
+    COLUMNS. Rows from COUNT on need not exist: OUT gets zeros there (ZEROS) or nothing.
+
+    WHEN: 0; or leave it unless (1), or if (2), all rows with a label count. Their order is that of the kept ones then, so that
+    OUT may be KEPT.
+    """
+    r = tl.program_id(0).to(tl.int64)
+    counted = tl.load(COUNT)
+    if WHEN == 1:
+        counted = tl.where(counted == tl.load(COUNT + 1), counted, 0)
+    if WHEN == 2:
+        counted = tl.where(counted == tl.load(COUNT + 1), 0, counted)
+    there = tl.where(r < counted, columns, 0)
+    source = tl.load(KEPT_ROW + r)
+    # As [tiles, columns of a tile], so that a tile's maximum is loaded once and not for each of its columns.
+    tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
+    top = TOPS + (vocab0 // COLUMNS + tile).to(tl.int64) * top_stride + source
+    top = tl.load(top, mask=tile * COLUMNS < there, other=0.0)
+    c = tile[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = c < there
+    z = tl.load(KEPT + source * kept_stride + c, mask=inside, other=0.0).to(tl.float32) + top[:, None]
+    scale = tl.load(SCALE + r)
+    lse = tl.load(LSE + r)
+    constant = tl.load(CONSTANT + r)
+    on_log_p = 0.0
+    on_p = 0.0
+    if PER_LOG_P:
+        on_log_p = tl.load(ON_LOG_P + r)
+    if PER_P:
+        on_p = tl.load(ON_P + r)
+    d = d_logits(z - lse, constant, on_log_p, on_p, PER_LOG_P, PER_P)
+    if SOFTCAP:
+        u = z / scale
+        d *= 1.0 - u * u
+    if HAS_LABEL:
+        log_p, label_grad = tl.load(LOG_PROB + r), tl.load(LABEL_GRAD + r)
+        own = label_gradient(log_p, label_grad, scale, lse, constant, on_log_p, on_p, SOFTCAP, PER_LOG_P, PER_P)
+        d = tl.where(c == tl.load(LABELS + r) - vocab0, own, d)
     if ZEROS:
         inside = c < columns
     tl.store(OUT + r * out_stride + c, d.to(OUT.dtype.element_ty), mask=inside)
@@ -172,27 +215,25 @@ def backward_block(
 
 @triton.jit
 def place_labels(
-    OUT, LABELS, LOG_PROB, SCALE, LSE, CONSTANT, ON_LOG_P, ON_P, LABEL_GRAD, rows, low, high, out_stride,
+    OUT, LABELS, LOG_PROB, LABEL_GRAD, SCALE, LSE, CONSTANT, ON_LOG_P, ON_P, rows, low, high, out_stride,
     BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, PER_LOG_P: tl.constexpr, PER_P: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient at each row's label, one-hot term included, rounded once. LOG_PROB and LSE in units of log 2."""
+    """Write the gradient at each row's label, rounded once."""
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = r < rows
     y = tl.load(LABELS + r, mask=inside, other=-1)
     here = inside & (y >= low) & (y < high)
-    log_p = tl.load(LOG_PROB + r, mask=here, other=0.0)
-    log_p = tl.where(log_p < LOWEST, LOWEST, log_p)
     on_log_p = 0.0
     on_p = 0.0
     if PER_LOG_P:
         on_log_p = tl.load(ON_LOG_P + r, mask=here, other=0.0)
     if PER_P:
         on_p = tl.load(ON_P + r, mask=here, other=0.0)
-    constant = tl.load(CONSTANT + r, mask=here, other=0.0)
-    d = d_logits(log_p, constant, on_log_p, on_p, PER_LOG_P, PER_P) + tl.load(LABEL_GRAD + r, mask=here, other=0.0)
-    if SOFTCAP:
-        u = (log_p + tl.load(LSE + r, mask=here, other=0.0)) / tl.load(SCALE + r, mask=here, other=1.0)
-        d *= 1.0 - u * u
+    d = label_gradient(
+        tl.load(LOG_PROB + r, mask=here, other=0.0), tl.load(LABEL_GRAD + r, mask=here, other=0.0),
+        tl.load(SCALE + r, mask=here, other=1.0), tl.load(LSE + r, mask=here, other=0.0),
+        tl.load(CONSTANT + r, mask=here, other=0.0), on_log_p, on_p, SOFTCAP, PER_LOG_P, PER_P,
+    )  # fmt: skip
     tl.store(OUT + r.to(tl.int64) * out_stride + y - low, d.to(OUT.dtype.element_ty), mask=here)
 
 
@@ -213,8 +254,8 @@ def add_chosen(
         g = tl.load(TOPK + at, mask=here, other=0.0)
         if SOFTCAP:
             log_p = tl.load(TOPK + topk_size + at, mask=here, other=0.0)
-            u = (log_p + tl.load(LSE + r, mask=here, other=0.0)) / tl.load(SCALE + r, mask=here, other=1.0)
-            g *= 1.0 - u * u
+            z = log_p + tl.load(LSE + r, mask=here, other=0.0)
+            g *= softcap_slope(z / tl.load(SCALE + r, mask=here, other=1.0))
         to = OUT + r * out_stride + ids - low
         d = tl.load(to, mask=here, other=0.0).to(tl.float32) + g
         tl.store(to, d.to(OUT.dtype.element_ty), mask=here)

@@ -32,6 +32,8 @@ _OUTPUTS = (
     "Tensor kept, Tensor kept_tops"
 )
 _UPSTREAM = "Tensor? grad_log_probs, Tensor? grad_entropy, Tensor? grad_sum_sq_probs, Tensor? grad_topk_log_probs"
+# Whether the backward that runs in this thread was asked to retain its graph; torch has it for its own donated buffers.
+_keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
 _N_INPUTS, _N_SETTINGS, _N_OUTPUTS = len(Inputs._fields), len(Settings._fields), len(Outputs._fields)
 # hidden, weight, bias, extra_hidden, extra_weight among the forward's arguments
 _DIFFERENTIABLE = (0, 1, 4, 5, 6)
@@ -81,8 +83,17 @@ def _backward_parts(args: tuple[Any, ...]) -> tuple[Upstream, Outputs, Inputs, S
 
 
 def _gradients(*args: Any) -> tuple[Tensor, ...]:
+    return _found(args, False)  # an operator must not write to its arguments
+
+
+def _last_gradients(*args: Any) -> tuple[Tensor, ...]:
+    """Where autograd frees the graph behind itself, nobody reads again what the forward kept."""
+    return _found(args, _keeps_graph is not None and not _keeps_graph())
+
+
+def _found(args: tuple[Any, ...], once: bool) -> tuple[Tensor, ...]:
     upstream, forward, inputs, settings, needs = _backward_parts(args)
-    found = run_backward(inputs, settings, forward, upstream, needs).tensors()
+    found = run_backward(inputs, settings, forward, upstream, needs, once).tensors()
     return tuple(inputs.hidden.new_empty(0) if grad is None else grad for grad in found)
 
 
@@ -127,7 +138,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     results: list[Tensor | None] = [None] * (_N_INPUTS + _N_SETTINGS + 3)
     if any(g is not None for g in upstream) and any(needs):
         # Grad mode is on where a graph of the backward is wanted: the operator refuses to be differentiated.
-        gradients = _gradients if ctx.plain and not torch.is_grad_enabled() else backward_op
+        gradients = _last_gradients if ctx.plain and not torch.is_grad_enabled() else backward_op
         found = gradients(*upstream, *ctx.saved_tensors, *ctx.settings, needs)
         for position, needed, grad in zip(_DIFFERENTIABLE, needs, found, strict=True):
             if needed:

@@ -107,8 +107,8 @@ class _Forward:
         self.final = not head.group_name
         self._merged: tuple[Tensor, ...] | None = None
         # The rows that count come first: their numbers among all rows, and their labels among this process's.
-        whole = inputs.labels.new_empty(2 * total + 1)
-        self.index, self.local, self.count = whole[:total], whole[total:-1], whole[-1:]
+        whole = inputs.labels.new_empty(2 * total + 2)
+        self.index, self.local, self.count = whole[:total], whole[total:-2], whole[-2:]
         self._real = like.new_empty(2 * total, dtype=torch.float32)
         self.label_logit, self.scale = self._real[:total], self._real[total:]
         host, temperature, stride = scalar(inputs.temperature)

@@ -25,6 +25,8 @@ from .triton_backend import (
 )
 
 _ROW_BLOCK = 256
+# The part of a block that is begun for the case that kept scores cannot be used up in place.
+_SHORT = 4
 
 
 class _Terms:
@@ -41,11 +43,11 @@ class _Terms:
         topk = upstream.topk_log_probs
         self.ids_per_row = topk.shape[1] if topk is not None else 0
         strides += [topk.stride(1) if topk is not None else 0, self.ids_per_row]
-        whole = inputs.labels.new_empty((2 + kept + self.ids_per_row) * total + 1)
-        self.index, self.local, self.count = whole[:total], whole[total : 2 * total], whole[-1:]
+        whole = inputs.labels.new_empty((2 + kept + self.ids_per_row) * total + 2)
+        self.index, self.local, self.count = whole[:total], whole[total : 2 * total], whole[-2:]
         # The forward brought the rows that count to the front of what it kept: where each is there.
         self.kept_row = whole[2 * total : 3 * total] if kept else None
-        self.ids = whole[(2 + kept) * total : -1].view(total, self.ids_per_row)
+        self.ids = whole[(2 + kept) * total : -2].view(total, self.ids_per_row)
         terms = inputs.hidden.new_empty((7, total), dtype=torch.float32)
         self.scale, self.lse, self.constant, self.on_log_p, self.on_p, self.label, self.log_prob = terms.unbind(0)
         self.topk = terms.new_empty((2, total, self.ids_per_row)) if topk is not None else terms
@@ -68,7 +70,7 @@ class _Terms:
             self.count, total, head.vocab_start, scales(head)[0] / host, head.logit_scale / host, stride, *strides,
             total * self.ids_per_row, BLOCK=_ROW_BLOCK, PER_ROW=temperature is not None, **flags,
         )  # fmt: skip
-        self.n = total
+        self.n, self.all_labelled = total, False
 
     def read_count(self) -> Tensor | None:
         """Wait for the device to have counted: where the rows are that something flows into, None where that is all of them.
@@ -79,31 +81,34 @@ class _Terms:
             return self.index
         if self._ready is not None:  # GPU only
             self._ready.synchronize()
-        self.n = int(self._told)
+        self.n, labelled = self._told.tolist()
+        self.all_labelled = self.n == labelled
         return self.index[: self.n] if self.n < self.index.shape[0] else None
 
     @property
     def pointers(self) -> tuple[Tensor, ...]:
         return self.lse, self.constant, self.on_log_p, self.on_p
 
-    def add_own(self, d: Tensor, low: int, high: int) -> None:
-        """The label's and the chosen ids' own terms of a block [N, high - low] of gradients that lacks them."""
-        grid, softcap = (-(-self.n // _ROW_BLOCK),), self.head.softcap is not None
+    def add_labels(self, d: Tensor, low: int, high: int) -> None:
+        """The label's own term of a block [N, high - low] of gradients that lacks it."""
         if self.has_label:
-            k.place_labels[grid](
-                d, self.local, self.log_prob, self.scale, *self.pointers, self.label, self.n, low, high, d.stride(0),
-                BLOCK=_ROW_BLOCK, SOFTCAP=softcap, **self.flags,
+            k.place_labels[(-(-self.n // _ROW_BLOCK),)](
+                d, self.local, self.log_prob, self.label, self.scale, *self.pointers, self.n, low, high, d.stride(0),
+                BLOCK=_ROW_BLOCK, SOFTCAP=self.head.softcap is not None, **self.flags,
             )  # fmt: skip
+
+    def add_chosen(self, d: Tensor, low: int, high: int) -> None:
+        """The chosen ids' own terms of a block that has all others."""
         if self.has_topk:
-            k.add_chosen[grid](
+            k.add_chosen[(-(-self.n // _ROW_BLOCK),)](
                 d, self.ids, self.topk, self.scale, self.lse, self.n, self.ids_per_row, self.topk.shape[1] * self.ids_per_row,
                 low, high, d.stride(0),
-                BLOCK=_ROW_BLOCK, SOFTCAP=softcap,
+                BLOCK=_ROW_BLOCK, SOFTCAP=self.head.softcap is not None,
             )  # fmt: skip
 
 
 def run_backward(
-    inputs: Inputs, settings: Settings, forward: Outputs, upstream: Upstream, needs: tuple[bool, ...]
+    inputs: Inputs, settings: Settings, forward: Outputs, upstream: Upstream, needs: tuple[bool, ...], once: bool
 ) -> Gradients:
     """Gradients of the inputs, from the rows that something flows into; each block of the weight's is written once."""
     head, total = settings.head(inputs), inputs.labels.shape[0]
@@ -113,7 +118,8 @@ def run_backward(
     if total:
         terms = _Terms(head, inputs, forward, upstream)
         if fused_route(head):
-            fused = _FusedBlocks(head, terms, forward, budgets.block_bytes(settings.memory, inputs.hidden, forward.kept.nbytes))
+            room = budgets.block_bytes(settings.memory, inputs.hidden, forward.kept.nbytes)
+            fused = _FusedBlocks(head, terms, forward, room, once)
         index = terms.read_count()
         n = terms.n
     hidden = inputs.hidden if index is None else inputs.hidden.index_select(0, index)
@@ -131,47 +137,68 @@ def run_backward(
 
 
 class _FusedBlocks:
-    """The blocks of the fused route, from tiles or from kept scores, one alive at a time.
+    """The logits' gradient on the fused route, from tiles or from kept scores.
 
-    Of kept scores the first block is begun here, over all rows: the device skips those that do not count, and is busy while
-    the host learns how many do.
+    It is made in blocks, one alive at a time. Kept scores that nobody will read again (`once`) become it where they are, if all
+    rows that were kept count. Either is begun here, over all rows: the device finds out which it is and what rows count, and
+    is busy while the host learns it too.
 
     Args:
         room: bytes that a block may take.
+        once: whether this is the last backward over `forward`.
     """
 
-    def __init__(self, head: Head, terms: _Terms, forward: Outputs, room: int) -> None:
-        self._head, self._terms, self._forward = head, terms, forward
+    def __init__(self, head: Head, terms: _Terms, forward: Outputs, room: int, once: bool) -> None:
+        self._head, self._terms, self._kept, self._tops = head, terms, forward.kept, forward.kept_tops
+        self._vocab, self._columns = head.weight.shape[0], tile_sizes()[1]
         self._fitting = room // head.weight.element_size()
         self._block: Tensor | None = None
         self._high = 0
-        if forward.kept.shape[0]:
-            self._begin(0, forward.kept.shape[0], None)
+        rows = self._kept.shape[0]
+        self._once = once and rows > 0 and not terms.capturing and self._kept.is_contiguous()
+        if self._once:
+            self._scores = self._kept.view(head.weight.dtype)[:, : self._vocab]
+            self._begun = min(self._vocab, max(1, self._fitting // rows // self._columns) * self._columns)
+            self._from_kept(self._scores[:, : self._begun], 0, self._begun, 1)
+            self._fitting //= _SHORT  # only to have begun: the block is likely not to be wanted
+        if rows:
+            self._begin(0, rows, None, 2 if self._once else 0)
+            self._fitting = room // head.weight.element_size()
 
-    def _begin(self, low: int, rows: int, hidden: Tensor | None) -> None:
-        """Hand the device the block [rows, from column `low`], without the labels' own terms."""
+    def _from_kept(self, d: Tensor, low: int, high: int, when: int = 0) -> None:
+        _kept_pass(self._kept[:, low:], d, self._tops, self._head, self._terms, low, high, when)
+
+    def _begin(self, low: int, rows: int, hidden: Tensor | None, when: int = 0) -> None:
+        """Hand the device the block [rows, from column `low`]."""
         self._block = None  # its memory serves again
-        columns = tile_sizes()[1]
-        width = budgets.block_width(self._head.weight.shape[0] - low, self._fitting // rows, columns)
-        self._block = self._head.weight.new_empty((rows, -(-width // columns) * columns))
+        width = budgets.block_width(self._vocab - low, self._fitting // rows, self._columns)
+        self._block = self._head.weight.new_empty((rows, -(-width // self._columns) * self._columns))
         self._high = low + width
         if hidden is None:
-            tops = self._forward.kept_tops
-            _pass(self._forward.kept[:, low:], self._block[:, :width], self._head, self._terms, low, self._high, tops)
+            self._from_kept(self._block[:, :width], low, self._high, when)
         else:
             _tiles(self._head, hidden, self._block, self._terms, low, self._high)
+            self._terms.add_labels(self._block[:, :width], low, self._high)
 
     def multiply_out(self, hidden: Tensor, out: Gradients) -> None:
-        """Bring all blocks into the results; `hidden` [n, H] are the rows that count."""
+        """Bring all of it into the results; `hidden` [n, H] are the rows that count."""
         if hidden.stride(1) != 1 or hidden.data_ptr() % 16 or hidden.stride(0) * hidden.element_size() % 16:
             hidden = hidden.clone(memory_format=torch.contiguous_format)
-        n, vocab, low = self._terms.n, self._head.weight.shape[0], 0
-        while low < vocab:
+        n, low = self._terms.n, 0
+        if self._once and self._terms.all_labelled:
+            self._block = None
+            d = self._scores[:n]
+            if self._begun < self._vocab:
+                self._from_kept(d[:, self._begun :], self._begun, self._vocab)
+            self._terms.add_chosen(d, 0, self._vocab)
+            _multiply_out(out, d, hidden, None, self._head, 0, self._vocab)
+            return
+        while low < self._vocab:
             if low or self._block is None:
-                self._begin(low, n, None if self._forward.kept.shape[0] else hidden)
+                self._begin(low, n, None if self._kept.shape[0] else hidden)
             assert self._block is not None
             d = self._block[:n, : self._high - low]
-            self._terms.add_own(d, low, self._high)
+            self._terms.add_chosen(d, low, self._high)
             _multiply_out(out, d, hidden, None, self._head, low, self._high)
             del d
             low = self._high
@@ -183,7 +210,8 @@ def _in_blocks(head: Head, rows: Rows, terms: _Terms, memory: int, out: Gradient
         product = blocks.product(low, high)
         d = product if rows.hidden.dtype == torch.float32 else torch.empty_like(product, dtype=rows.hidden.dtype)
         _pass(product, d, head, terms, low, high)
-        terms.add_own(d, low, high)
+        terms.add_labels(d, low, high)
+        terms.add_chosen(d, low, high)
         _multiply_out(out, d, rows.hidden, rows.extra_hidden, head, low, high)
 
 
@@ -199,22 +227,20 @@ def _tiles(head: Head, hidden: Tensor, out: Tensor, terms: _Terms, low: int, hig
     )  # fmt: skip
 
 
-def _pass(
-    source: Tensor,
-    d: Tensor,
-    head: Head,
-    terms: _Terms,
-    low: int,
-    high: int,
-    tops: Tensor | None = None,
-) -> None:
-    """From products, or, with the maxima of their tiles in `tops`, from kept scores."""
+def _pass(products: Tensor, d: Tensor, head: Head, terms: _Terms, low: int, high: int) -> None:
     block = 256 if INTERPRETED else 2048
     k.backward_block[(d.shape[0], -(-(high - low) // block))](
-        source, d, terms.kept_row, tops, terms.count, terms.scale, head.bias, *terms.pointers,
-        high - low, source.stride(0), d.stride(0), tops.stride(0) if tops is not None else 0, low, scales(head)[1],
-        BLOCK=block, COLUMNS=budgets.TILE_COLUMNS, KEPT=tops is not None, ZEROS=terms.capturing,
-        **options(head), **terms.flags,
+        products, d, head.bias, terms.scale, *terms.pointers, high - low, products.stride(0), d.stride(0), low,
+        scales(head)[1], BLOCK=block, **options(head), **terms.flags,
+    )  # fmt: skip
+
+
+def _kept_pass(kept: Tensor, d: Tensor, tops: Tensor, head: Head, terms: _Terms, low: int, high: int, when: int) -> None:
+    tiles = 1 if INTERPRETED else 8
+    k.kept_block[(d.shape[0], -(-(high - low) // (tiles * budgets.TILE_COLUMNS)))](
+        kept, d, terms.kept_row, tops, terms.count, terms.local, terms.log_prob, terms.label, terms.scale, *terms.pointers,
+        high - low, kept.stride(0), d.stride(0), tops.stride(0), low, TILES=tiles, COLUMNS=budgets.TILE_COLUMNS,
+        ZEROS=terms.capturing, WHEN=when, HAS_LABEL=terms.has_label, SOFTCAP=head.softcap is not None, **terms.flags,
     )  # fmt: skip
 
 
