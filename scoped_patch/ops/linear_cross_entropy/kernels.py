@@ -55,22 +55,30 @@ def activate(product, scale, pre, bias, HAS_BIAS: tl.constexpr, SOFTCAP: tl.cons
 
 @triton.jit
 def scan_rows(
-    LABELS, TEMPERATURE, G_0, G_1, G_2, G_3, INDEX, COUNT, LOCAL, SCALE, KEPT_ROW,
-    n, ignore_index, vocab_start, numerator, temperature_stride,
-    stride_0, stride_1, stride_2, row_stride_3, stride_3, ids_per_row,
-    BLOCK: tl.constexpr, FORWARD: tl.constexpr, PER_ROW: tl.constexpr, HAS_0: tl.constexpr, HAS_1: tl.constexpr,
-    HAS_2: tl.constexpr, HAS_3: tl.constexpr, KEPT: tl.constexpr,
+    LABELS, TEMPERATURE, G_0, G_1, G_2, G_3, INDEX, COUNT, LOCAL, SCALE, KEPT_ROW, HIDDEN, GATHERED,
+    n, per_program, ignore_index, vocab_start, numerator, temperature_stride,
+    stride_0, stride_1, stride_2, row_stride_3, stride_3, ids_per_row, size, hidden_stride, column_stride,
+    BLOCK: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr, FORWARD: tl.constexpr, PER_ROW: tl.constexpr,
+    HAS_0: tl.constexpr, HAS_1: tl.constexpr, HAS_2: tl.constexpr, HAS_3: tl.constexpr, KEPT: tl.constexpr,
+    GATHER: tl.constexpr,
 ):  # fmt: skip
     """Number the rows that count, in order, from the front of INDEX, and the others from its end; COUNT is how many count,
     and how many have a label.
 
     FORWARD: a row counts whose label is not ignored; its label (among this process's vocabulary rows) and scale go to the
-    same place of LOCAL and SCALE. Else a gradient G of one of its outputs must also not be 0, and (KEPT) the place that the
-    forward gave the row goes to the same place of KEPT_ROW. One program does it all.
+    same place of LOCAL and SCALE, and (GATHER) its hidden state to that of GATHERED. Each program looks at all labels ahead of
+    its own rows, AHEAD at a time. Else a gradient G of one of its outputs must also not be 0, and (KEPT) the place that the
+    forward gave the row goes to the same place of KEPT_ROW; one program does it all.
     """
+    first = tl.program_id(0) * per_program
     found = 0
     labelled = 0
-    for start in range(0, n, BLOCK):
+    if FORWARD:
+        for start in range(0, first, AHEAD):
+            r = start + tl.arange(0, AHEAD)
+            y = tl.load(LABELS + r, mask=r < first, other=0)
+            found += tl.sum(((r < first) & (y != ignore_index)).to(tl.int32), 0)
+    for start in range(first, tl.minimum(first + per_program, n), BLOCK):
         r = (start + tl.arange(0, BLOCK)).to(tl.int64)
         inside = r < n
         y = tl.load(LABELS + r, mask=inside, other=0)
@@ -103,10 +111,17 @@ def scan_rows(
                 t = tl.load(TEMPERATURE + r * temperature_stride, mask=inside, other=1.0)
                 scale = (numerator / t).to(tl.float32)
             tl.store(SCALE + to, scale, mask=inside)
+        if GATHER:
+            for low in range(0, size, COLUMNS):
+                c = (low + tl.arange(0, COLUMNS)).to(tl.int64)
+                there = inside[:, None] & (c < size)[None, :]
+                x = tl.load(HIDDEN + r[:, None] * hidden_stride + c[None, :] * column_stride, mask=there, other=0.0)
+                tl.store(GATHERED + to[:, None] * size + c[None, :], x, mask=there)
         found += tl.sum(keep, 0)
         labelled += tl.sum(has_label, 0)
-    tl.store(COUNT, found.to(tl.int64))
-    tl.store(COUNT + 1, labelled.to(tl.int64))
+    if first + per_program >= n:
+        tl.store(COUNT, found.to(tl.int64))
+        tl.store(COUNT + 1, labelled.to(tl.int64))
 
 
 @triton.jit

@@ -28,8 +28,10 @@ LOG2E = 1 / math.log(2)
 _TILE = (128, budgets.TILE_COLUMNS, 64, 3, 8)
 _INTERPRETED_TILE = (16, budgets.TILE_COLUMNS, 32, 2, 4)
 GROUP = 16
-# Rows that one step of the one program that numbers rows looks at.
+# Rows that one step of a program that numbers rows looks at; where it also moves hidden states, how many it moves, and how much
+# of each at a time.
 SCAN_BLOCK = 4096
+_GATHERED_ROWS, _GATHERED_COLUMNS = 16, 512
 # Shared memory that the widest variant (the product's stages and an output tile) needs.
 _SHARED_BYTES = 214_000
 # Rows per launch of the forward: bounds the statistics of its tiles to 12 * rows * vocabulary / 256 bytes.
@@ -101,8 +103,8 @@ class _Forward:
     Until the device has its first product to make it waits for the host, so what is needed later is made later.
     """
 
-    def __init__(self, head: Head, inputs: Inputs, entropy: bool, sum_sq: bool) -> None:
-        like, total = inputs.hidden, inputs.labels.shape[0]
+    def __init__(self, head: Head, inputs: Inputs, entropy: bool, sum_sq: bool, gather: bool) -> None:
+        like, (total, size) = inputs.hidden, inputs.hidden.shape
         self.head, self.total, self.entropy, self.sum_sq = head, total, entropy, sum_sq
         self.final = not head.group_name
         self._merged: tuple[Tensor, ...] | None = None
@@ -111,13 +113,16 @@ class _Forward:
         self.index, self.local, self.count = whole[:total], whole[total:-2], whole[-2:]
         self._real = like.new_empty(2 * total, dtype=torch.float32)
         self.label_logit, self.scale = self._real[:total], self._real[total:]
+        self.hidden = like.new_empty((total, size)) if gather else like
         host, temperature, stride = scalar(inputs.temperature)
+        rows, block = (_GATHERED_ROWS, _GATHERED_ROWS) if gather else (total, SCAN_BLOCK)
         if total:
-            k.scan_rows[(1,)](
-                inputs.labels, temperature, None, None, None, None, self.index, self.count, self.local, self.scale,
-                None, total, head.ignore_index, head.vocab_start, scales(head)[0] / host, stride, 0, 0, 0, 0, 0, 0,
-                BLOCK=SCAN_BLOCK, FORWARD=True, PER_ROW=temperature is not None, HAS_0=False, HAS_1=False, HAS_2=False,
-                HAS_3=False, KEPT=False, num_warps=8,
+            k.scan_rows[(-(-total // rows),)](
+                inputs.labels, temperature, None, None, None, None, self.index, self.count, self.local, self.scale, None,
+                like, self.hidden, total, rows, head.ignore_index, head.vocab_start, scales(head)[0] / host, stride,
+                0, 0, 0, 0, 0, 0, size, like.stride(0), like.stride(1),
+                BLOCK=block, AHEAD=SCAN_BLOCK, COLUMNS=_GATHERED_COLUMNS, FORWARD=True, PER_ROW=temperature is not None,
+                HAS_0=False, HAS_1=False, HAS_2=False, HAS_3=False, KEPT=False, GATHER=gather, num_warps=4 if gather else 8,
             )  # fmt: skip
 
     def allocate(self, parts: int, rows: int, tops: Tensor | None = None) -> None:
@@ -165,9 +170,10 @@ def run_forward(inputs: Inputs, settings: Settings, entropy: bool, sum_sq: bool,
     """The outputs. A `kept` that is not empty is filled where the fused route runs."""
     head, total = settings.head(inputs), inputs.labels.shape[0]
     inputs = inputs._replace(hidden=inputs.hidden.to(head.compute_dtype), labels=inputs.labels.contiguous())
-    state = _Forward(head, inputs, entropy, sum_sq)
-    if total and fused_route(head):
-        _fused(state, inputs.hidden, kept, kept_tops)
+    fused = total > 0 and fused_route(head)
+    state = _Forward(head, inputs, entropy, sum_sq, fused)
+    if fused:
+        _fused(state, kept, kept_tops)
     elif total:
         _in_blocks(state, inputs, settings.memory)
     topk = None
@@ -178,9 +184,9 @@ def run_forward(inputs: Inputs, settings: Settings, entropy: bool, sum_sq: bool,
     return state.outputs(inputs, topk, kept, kept_tops)
 
 
-def _fused(state: _Forward, hidden: Tensor, kept: Tensor, kept_tops: Tensor) -> None:
+def _fused(state: _Forward, kept: Tensor, kept_tops: Tensor) -> None:
     """Without waiting for the device: how many rows count is known only there, and the kernels read it there."""
-    head = state.head
+    head, hidden = state.head, state.hidden
     total, size = hidden.shape
     vocab = head.weight.shape[0]
     rows, columns, inner, stages, warps = tile_sizes()
@@ -189,7 +195,7 @@ def _fused(state: _Forward, hidden: Tensor, kept: Tensor, kept_tops: Tensor) -> 
     # The maxima of kept scores are kept too, so all rows go in one launch then.
     launch = total if keep else min(total, _FORWARD_ROWS)
     state.allocate(tiles, launch, kept_tops if keep else None)
-    x = descriptor(hidden.index_select(0, state.index), rows, inner)
+    x = descriptor(hidden, rows, inner)
     weight = descriptor(head.weight, columns, inner)
     target = descriptor(kept[:, :vocab], rows, columns) if keep else x
     simple = head.bias is None and head.softcap is None

@@ -26,7 +26,7 @@ from .triton_backend import (
 
 _ROW_BLOCK = 256
 # The part of a block that is begun for the case that kept scores cannot be used up in place.
-_SHORT = 4
+_SHORT = 16
 
 
 class _Terms:
@@ -55,8 +55,9 @@ class _Terms:
         self.flags = {"PER_LOG_P": flags["HAS_1"], "PER_P": flags["HAS_2"]}
         host, temperature, stride = scalar(inputs.temperature)
         scan_rows[(1,)](
-            inputs.labels, None, *upstream, self.index, self.count, None, None, self.kept_row, total, head.ignore_index, 0,
-            1.0, 0, *strides, BLOCK=SCAN_BLOCK, FORWARD=False, PER_ROW=False, KEPT=kept, **flags, num_warps=8,
+            inputs.labels, None, *upstream, self.index, self.count, None, None, self.kept_row, None, None, total, total,
+            head.ignore_index, 0, 1.0, 0, *strides, 0, 0, 0, BLOCK=SCAN_BLOCK, AHEAD=SCAN_BLOCK, COLUMNS=1, FORWARD=False,
+            PER_ROW=False, KEPT=kept, GATHER=False, **flags, num_warps=8,
         )  # fmt: skip
         self.capturing = capturing(self.count)
         self._told, self._ready = self.count, None
