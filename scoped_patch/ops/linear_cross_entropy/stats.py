@@ -103,21 +103,26 @@ class Gradients:
     extra_weight: Tensor | None = None
 
     @classmethod
-    def room(cls, head: Head, rows: Rows, dtype: torch.dtype, needs: tuple[bool, ...]) -> Gradients:
-        """Room for what is needed: the rows' in `dtype`, which is summed in, to be written first and then added to."""
-        hidden, weight, bias, extra_hidden, extra_weight = needs
+    def of_head(cls, head: Head, needs: tuple[bool, ...]) -> Gradients:
+        """Room for what is needed of the head's."""
+        _, weight, bias, _, extra_weight = needs
         out = cls()
-        if hidden:
-            out.hidden = torch.empty_like(rows.hidden, dtype=dtype, memory_format=torch.contiguous_format)
         if weight:
             out.weight = torch.empty_like(head.weight, dtype=head.weight_dtype)
         if bias and head.bias is not None:
             out.bias = torch.empty_like(head.bias)
-        if extra_hidden and rows.extra_hidden is not None:
-            out.extra_hidden = rows.extra_hidden.new_empty(rows.extra_hidden.shape, dtype=dtype)
         if extra_weight and head.extra_weight is not None:
             out.extra_weight = torch.empty_like(head.extra_weight)
         return out
+
+    def with_rows(self, rows: Rows, dtype: torch.dtype, needs: tuple[bool, ...]) -> Gradients:
+        """And of the rows', in `dtype`, which is summed in: to be written first and then added to."""
+        hidden, _, _, extra_hidden, _ = needs
+        if hidden:
+            self.hidden = torch.empty_like(rows.hidden, dtype=dtype, memory_format=torch.contiguous_format)
+        if extra_hidden and rows.extra_hidden is not None:
+            self.extra_hidden = rows.extra_hidden.new_empty(rows.extra_hidden.shape, dtype=dtype)
+        return self
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.hidden, self.weight, self.bias, self.extra_hidden, self.extra_weight

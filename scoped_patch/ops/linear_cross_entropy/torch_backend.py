@@ -170,7 +170,7 @@ def run_backward(
             some = some | ((grad != 0) if grad.ndim == 1 else (grad != 0).any(1))
     rows = select(head, inputs, flows & some)
     blocks = _Blocks(head, rows, settings.memory, buffers=2)
-    out = Gradients.room(head, rows, blocks.dtype, needs)
+    out = Gradients.of_head(head, needs).with_rows(rows, blocks.dtype, needs)
     if blocks.n == 0:
         out.zero()
         return out.finish(head, rows, inputs)

@@ -121,13 +121,15 @@ def run_backward(
         if fused_route(head):
             room = budgets.block_bytes(settings.memory, inputs.hidden, forward.kept.nbytes)
             fused = _FusedBlocks(head, terms, forward, room, once)
+    out = Gradients.of_head(head, needs)
+    if total:
         index = terms.read_count()
         n = terms.n
     hidden = inputs.hidden if index is None else inputs.hidden.index_select(0, index)
     if extra is not None:
         extra = (extra if index is None else extra.index_select(0, index)).to(head.compute_dtype)
     rows = Rows(hidden.to(head.compute_dtype), extra, inputs.labels, inputs.temperature, total, index)
-    out = Gradients.room(head, rows, torch.float32, needs)
+    out.with_rows(rows, torch.float32, needs)
     if n == 0:
         out.zero()
     elif fused is not None:
