@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from .errors import UnsupportedLayer
 from .graph import storage_key
@@ -56,10 +56,32 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Refuse writes to live tensors, and no more: a layer is being processed."""
         outer, self._guarding = self._guarding, True
         try:
-            with self:
+            with contextlib.nullcontext() if self.watching else self:
                 yield
         finally:
             self._guarding = outer
+
+    @property
+    def watching(self) -> bool:
+        """Whether operators come here first."""
+        return _get_current_dispatch_mode() is self
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """Let operators run unseen: what is processed is known to write to nothing live."""
+        watching = self.watching
+        if watching:
+            _pop_mode()
+        try:
+            yield
+        finally:
+            if watching:
+                _push_mode(self)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not by torch's wrapper around every operator: there is nothing to compile, and it takes as long as the look here."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         places = _written.get(func)

@@ -237,23 +237,26 @@ class StagedModel:
         return all(p.coverage.complete() or (p.optional is not None and not p.sources) for p in layer.params.values())
 
     def _process(self, group: list[ShadowLayer]) -> None:
-        results: list[Processed] = []
-        with _disable_current_modes(), torch.no_grad():
-            for layer in group:
-                for name, staged in layer.params.items():
-                    check_values(staged)
-                    if staged.real is None and staged.optional is not None:
-                        self._supply(layer, name, staged)
-                layer.processed = True
-                with self._recorder.guard(), self.site.context() if self.site.outside else contextlib.nullcontext():
-                    self._run_processing(layer)
-                results.append(processed_state(layer, self.shadow.tree))
-            for layer in group:
-                for staged in layer.params.values():
-                    self._forget(staged)
-            if self.on_complete(results):
+        with torch.no_grad():
+            with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
                 for layer in group:
-                    self._release(layer)
+                    for name, staged in layer.params.items():
+                        check_values(staged)
+                        if staged.real is None and staged.optional is not None:
+                            self._supply(layer, name, staged)
+            for layer in group:
+                layer.processed = True
+                if is_method(layer.method) or is_attention(layer.live):  # others have nothing to be done
+                    with self._recorder.guard(), self.site.context() if self.site.outside else contextlib.nullcontext():
+                        self._run_processing(layer)
+            with torch._C._DisableTorchDispatch():
+                results = [processed_state(layer, self.shadow.tree) for layer in group]
+                for layer in group:
+                    for staged in layer.params.values():
+                        self._forget(staged)
+                if self.on_complete(results):
+                    for layer in group:
+                        self._release(layer)
 
     def _forget(self, staged: Staged) -> None:
         """What was made of a parameter is kept elsewhere, and may be laid out anew: do not hold both."""
