@@ -49,17 +49,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._on_write = on_write
         self._redirect = redirect
         self._guarding = False
+        self.met_live = False  # whether an operator was given a live tensor, to read even, since `guard` was entered
         self.trace: list[tuple[Any, Any, Any]] | None = None  # (operator, arguments) of all but views, if anyone asks
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
         """Refuse writes to live tensors, and no more: a layer is being processed."""
         outer, self._guarding = self._guarding, True
+        self.met_live = False
         try:
             with contextlib.nullcontext() if self.watching else self:
                 yield
         finally:
             self._guarding = outer
+
+    def _is_live(self, value: Any) -> bool:
+        if isinstance(value, (list, tuple)):
+            return any(map(self._is_live, value))
+        return isinstance(value, torch.Tensor) and storage_key(value) in self._live and value.numel() > 0
 
     @property
     def watching(self) -> bool:
@@ -89,6 +96,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             places = _written_arguments(func)
         if self.trace is not None and func not in VIEWS:
             self.trace.append((func, args, kwargs))
+        if self._guarding and not self.met_live:
+            self.met_live = any(self._is_live(a) for a in (*args, *(kwargs or {}).values()))
         if not places:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}

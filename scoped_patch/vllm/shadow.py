@@ -206,7 +206,7 @@ class Shadow:
             args = [self._clone(v, depth + 1) for v in value.args]
             keywords = {k: self._clone(v, depth + 1) for k, v in value.keywords.items()}
             return functools.partial(self._clone(value.func, depth + 1), *args, **keywords)
-        if not _copied(type(value)) or not hasattr(value, "__dict__") or depth > 40:  # type: ignore[arg-type]
+        if not is_copied(type(value)) or not hasattr(value, "__dict__") or depth > 40:  # type: ignore[arg-type]
             return value
         out = object.__new__(type(value))
         self._memo[id(value)] = out
@@ -217,7 +217,7 @@ class Shadow:
 
 
 @functools.lru_cache(maxsize=1024)
-def _copied(kind: Any) -> bool:
+def is_copied(kind: Any) -> bool:
     if not kind.__module__.startswith(("vllm.model_executor", "vllm.v1.attention")) or is_closed_kind(kind):
         return False
     # What owns a C++ handle frees it when it dies: two owners would free it twice.

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .checks import check_use, check_values
 from .coverage import Box, box_of_view, overlap
 from .errors import RejectedWeight
+from .familiar import Familiar
 from .graph import address, raw_bytes, reach, storage_key
 from .manifest import missing_by_layer
 from .pages import advise
@@ -55,6 +56,7 @@ class StagedModel:
                     self._live.setdefault(storage_key(tensor), f"{layer.name}.{path}")
                     self._hold.append(tensor)
         self._plans = Plans()
+        self._familiar = Familiar(self._plans)
         self._recorder = Recorder(self._live, self._wrote, self._redirect)
         for staged in self.staged():
             self._install_loaders(staged)
@@ -247,8 +249,13 @@ class StagedModel:
             for layer in group:
                 layer.processed = True
                 if is_method(layer.method) or is_attention(layer.live):  # others have nothing to be done
-                    with self._recorder.guard(), self.site.context() if self.site.outside else contextlib.nullcontext():
+                    look = self._familiar.look(layer)
+                    known = self._familiar.knows(layer, look)
+                    watch = self._recorder.away() if known else self._recorder.guard()
+                    with watch, self.site.context() if self.site.outside else contextlib.nullcontext():
                         self._run_processing(layer)
+                    if not known and not self._recorder.met_live:
+                        self._familiar.learn(layer, look)
             with torch._C._DisableTorchDispatch():
                 results = [processed_state(layer, self.shadow.tree) for layer in group]
                 for layer in group:
