@@ -34,7 +34,7 @@ class Familiar:
         stack, seen = [layer.shadow.__dict__], set()
         while stack:
             for value in stack.pop().values():
-                of = type(value)
+                of: Any = type(value)
                 if not is_copied(of) or id(value) in seen or isinstance(value, torch.nn.Module):
                     continue
                 seen.add(id(value))

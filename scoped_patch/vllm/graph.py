@@ -32,12 +32,13 @@ class Reached:
 
     Attributes:
         tensors: every tensor.
-        scalars: every bool, int and float, with its holder and key: processing may derive some from weights.
+        scalars: every bool, int and float, with its holder and key, by the path of its holder and the key: processing may
+            derive some from weights. They are most of what there is, so no text is made of where they are.
         opaque: objects of compiled code that may hide tensors.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    scalars: dict[str, tuple[Any, Any, bool | int | float]] = field(default_factory=dict)
+    scalars: dict[tuple[str, Any], tuple[Any, Any, bool | int | float]] = field(default_factory=dict)
     opaque: list[str] = field(default_factory=list)
 
 
@@ -58,11 +59,12 @@ def reach(layer: torch.nn.Module, tree: Container[int], numbers: bool = True) ->
                 kind = roles.get(type(value)) or _role(type(value))
                 if kind == "leaf" or (kind == "scalar" and not numbers):
                     continue
+                if kind == "scalar":
+                    scalars[before, key] = (holder, key, value)
+                    continue
                 path = f"{before}{key!r}]" if after == "]" else f"{before}{key}{after}"
                 if kind == "tensor":
                     tensors[path] = value
-                elif kind == "scalar":
-                    scalars[path] = (holder, key, value)
                 elif id(value) in seen or id(value) in tree or depth > MAX_DEPTH:
                     continue
                 else:

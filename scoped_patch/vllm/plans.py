@@ -223,20 +223,31 @@ def plain(attributes: dict[str, Any]) -> dict[str, Any]:
     """What a loader may decide by: numbers, names, containers of them, and those within small objects (shard indices)."""
     out: dict[str, Any] = {}
     for key, value in attributes.items():
-        if isinstance(value, _PLAIN):
+        kind = _kinds.get(type(value)) or _kind(type(value))
+        if kind == "plain":
             out[key] = value
-        elif type(value) in (list, tuple, torch.Size):
+        elif kind == "list":
             if _is_plain(value):
                 out[key] = tuple(value)
-        elif type(value) is set:
+        elif kind == "set":
             if _is_plain(value):
                 out[key] = frozenset(value)
-        elif type(value) is dict:
+        elif kind == "dict":
             if _is_plain(value.values()):
                 out[key] = tuple(value.items())
-        elif is_dataclass(value) and not isinstance(value, type):
+        elif kind == "data":
             out[key] = {k: v for k, v in getattr(value, "__dict__", {}).items() if isinstance(v, _PLAIN)}
     return out
+
+
+_kinds: dict[Any, str] = {}
+
+
+def _kind(of: Any) -> str:
+    """How `plain` takes values of this type; asked for thousands of values of few types."""
+    kinds = {list: "list", tuple: "list", torch.Size: "list", set: "set", dict: "dict"}
+    _kinds[of] = "plain" if issubclass(of, _PLAIN) else kinds.get(of, "data" if is_dataclass(of) else "other")
+    return _kinds[of]
 
 
 def _is_plain(values: Iterable[Any]) -> bool:

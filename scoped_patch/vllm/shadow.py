@@ -8,6 +8,7 @@ quantisation methods' own processing run on it unchanged, while the live model g
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,6 @@ from .coverage import Box, Coverage
 from .graph import holds_tensors, is_closed_kind, storage_key
 
 _PLAIN = frozenset({str, bytes, int, float, bool, type(None), torch.dtype, torch.device})
-_ATOMS = _PLAIN | {types.FunctionType}
 _TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 SMALL = 1 << 20  # bytes; larger plain tensors (KV caches above all) are never copied
 
@@ -134,11 +134,12 @@ class Shadow:
         state["_non_persistent_buffers_set"] = set(live._non_persistent_buffers_set)
         rebuilt = is_method(layer.method) and not is_attention(live)
         for key, value in live.__dict__.items():
-            if type(value) in _PLAIN or key in _TABLES:
+            kind = _kinds.get(type(value)) or _kind(type(value))
+            if kind == "shared" or key in _TABLES:
                 continue
-            if rebuilt and (isinstance(value, torch.Tensor) or holds_tensors(value)):
+            if rebuilt and (kind == "tensor" or holds_tensors(value)):
                 del state[key]  # derived by processing: must be made anew, never shared with the live layer
-            elif isinstance(value, torch.Tensor):
+            elif kind == "tensor":
                 state[key] = value.clone() if value.nbytes <= SMALL and not value.is_meta else value
             else:
                 state[key] = self._clone(value)
@@ -189,24 +190,25 @@ class Shadow:
 
     def _clone(self, value: Any, depth: int = 0) -> Any:
         """Copies of vLLM's own objects (methods, schemes, kernels), with references to modules turned to their shadows."""
-        if type(value) in _ATOMS:
+        kind = _kinds.get(type(value)) or _kind(type(value))
+        if kind in ("shared", "function", "tensor"):
             return value
         if id(value) in self._memo:
             return self._memo[id(value)]
-        if isinstance(value, (list, tuple, set)) and type(value) in (list, tuple, set):
+        if kind == "items":
             items = [self._clone(v, depth + 1) for v in value]
-            return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
-        if type(value) is dict:
+            return value if all(map(operator.is_, items, value)) else type(value)(items)
+        if kind == "dict":
             pairs = {k: self._clone(v, depth + 1) for k, v in value.items()}
-            return value if all(pairs[k] is v for k, v in value.items()) else pairs
-        if isinstance(value, types.MethodType):
+            return value if all(map(operator.is_, pairs.values(), value.values())) else pairs
+        if kind == "bound":
             owner = self._clone(value.__self__, depth + 1)
             return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
-        if isinstance(value, functools.partial):
+        if kind == "partial":
             args = [self._clone(v, depth + 1) for v in value.args]
             keywords = {k: self._clone(v, depth + 1) for k, v in value.keywords.items()}
             return functools.partial(self._clone(value.func, depth + 1), *args, **keywords)
-        if not is_copied(type(value)) or not hasattr(value, "__dict__") or depth > 40:  # type: ignore[arg-type]
+        if kind == "module" or not hasattr(value, "__dict__") or depth > 40:
             return value
         out = object.__new__(type(value))
         self._memo[id(value)] = out
@@ -214,6 +216,28 @@ class Shadow:
         for k, v in vars(value).items():
             out.__dict__[k] = self._clone(v, depth + 1)
         return out
+
+
+_kinds: dict[Any, str] = {}
+
+
+def _kind(of: Any) -> str:
+    """What becomes of an attribute of this type in the shadow; asked for thousands of attributes of few types."""
+    found = "copied" if is_copied(of) else "module" if issubclass(of, torch.nn.Module) else "shared"
+    for kind, types_ in (
+        ("items", (list, tuple, set)),
+        ("dict", (dict,)),
+        ("bound", (types.MethodType,)),
+        ("function", (types.FunctionType,)),
+    ):
+        if of in types_:
+            found = kind
+    if issubclass(of, torch.Tensor):
+        found = "tensor"
+    elif issubclass(of, functools.partial):
+        found = "partial"
+    _kinds[of] = found
+    return found
 
 
 @functools.lru_cache(maxsize=1024)
