@@ -251,4 +251,4 @@ def _kind(of: Any) -> str:
 
 
 def _is_plain(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, _PLAIN) for value in values)
+    return all((_kinds.get(type(value)) or _kind(type(value))) == "plain" for value in values)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .errors import UnsupportedLayer
-from .graph import layout, reach, storage_key
+from .graph import reach, same_layout, storage_key
 from .shadow import ShadowLayer, is_attention, is_method
 
 
@@ -45,19 +45,20 @@ def _processed_state(layer: ShadowLayer, tree: Container[int]) -> Processed:
     absent: list[str] = []
     kept: list[str] = []
     problems = [f"{path} is a compiled object that may hide weights" for path in {*live.opaque, *new.opaque}]
+    moving: set[int] = set()
     for path, tensor in live.tensors.items():
         other = new.tensors.get(path)
         if other is None:
             absent.append(path)
-        elif other is tensor or storage_key(other) == storage_key(tensor):
+        elif other is tensor or storage_key(other) == (key := storage_key(tensor)):
             kept.append(path)
         elif tensor.numel() == 0 == other.numel():
             continue  # a weight that moved into a packed copy
-        elif other.is_meta or layout(other) != layout(tensor):
+        elif other.is_meta or not same_layout(other, tensor):
             problems.append(f"{path} is {_show(tensor)} in the live layer, but came out as {_show(other)}")
         else:
             pairs.append((f"{layer.name}.{path}", tensor, other))
-    moving = {storage_key(tensor) for _, tensor, _ in pairs}
+            moving.add(key)
 
     def _may_be_stale(path: str) -> bool:
         # What a method or kernel object held before and holds now may have been derived from the old weights.
@@ -70,7 +71,7 @@ def _processed_state(layer: ShadowLayer, tree: Container[int]) -> Processed:
         # A view of a tensor that is exchanged shows the new content by itself; scratch space is zero between calls.
         if storage_key(tensor) not in moving and not _is_scratch(tensor):
             problems.append(f"{path} ({_show(tensor)}) was not made anew by processing")
-    if is_method(layer.method) and not is_attention(layer.live):
+    if kept and is_method(layer.method) and not is_attention(layer.live):
         problems += [f"{p} ({_show(live.tensors[p])}) was kept as it was by processing" for p in kept if _may_be_stale(p)]
     if problems:
         raise UnsupportedLayer(

@@ -58,7 +58,8 @@ class Staged:
 
     @property
     def processed(self) -> bool:
-        return any(layer.processed for layer, _ in self.owners)
+        first = self.owners[0][0].processed
+        return first if len(self.owners) == 1 else any(layer.processed for layer, _ in self.owners)
 
     @property
     def lenient(self) -> bool:

@@ -93,7 +93,7 @@ class StagedModel:
     ) -> Any:
         layer, attribute = staged.owners[at]
         face, own = staged.faces[at], layer.shadow._parameters.get(attribute)
-        weight = None
+        weight, mine = None, bool(args) and (args[0] is face or args[0] is own)
         for given in (*args, *kwargs.values()):
             if isinstance(given, torch.Tensor) and given is not face and given is not own:
                 weight = given
@@ -107,12 +107,13 @@ class StagedModel:
             raise RejectedWeight(name, "loader", f"{name}: arrived after {staged.owners[0][0].name} was complete without it")
         if weight is not None and weight.is_floating_point() != staged.is_floating_point:
             raise RejectedWeight(name, "dtype", f"{name}: is {weight.dtype}, but {staged.label} holds {staged.dtype}")
-        real = self._materialise(staged)
         outer = self._call, self._recorder.trace
         if outer[1] is not None:
             outer[1].append((loader, args, kwargs))  # a loader that calls another does more than its own copies
-        key = None if kwargs or weight is None or not (args[0] is face or args[0] is own) else key_of(staged, loader, args)
+        key = None if kwargs or weight is None or not mine else key_of(staged, loader, args)
         plan = None if key is None else self._plans.get(layer, key)
+        # A plan of one copy that covers everything leaves nothing of what was there before.
+        real = self._materialise(staged, blank=plan is not None and len(plan) == 1 and plan[0][0] is None)
         if plan is not None:
             run(plan, real, args[1])
             self._credit(staged, name, [box for _, _, box in plan])
@@ -182,9 +183,10 @@ class StagedModel:
             raise RejectedWeight(name, "loader", f"{name}: arrived after {staged.owners[0][0].name} was complete without it")
         return self._materialise(staged)
 
-    def _materialise(self, staged: Staged) -> torch.Tensor:
+    def _materialise(self, staged: Staged, blank: bool = False) -> torch.Tensor:
+        """The real tensor of a parameter. `blank`: if it is new, what is in it does not matter."""
         if staged.real is None:
-            staged.real = self._allocate(staged)
+            staged.real = self._allocate(staged, blank)
             self._reals[storage_key(staged.real)] = staged
             with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
                 for (owner, attribute), face in zip(staged.owners, staged.faces, strict=True):
@@ -195,11 +197,13 @@ class StagedModel:
                     owner.shadow._parameters[attribute] = view  # type: ignore[assignment]
         return staged.real
 
-    def _allocate(self, staged: Staged) -> torch.Tensor:
+    def _allocate(self, staged: Staged, blank: bool) -> torch.Tensor:
         layer, name = staged.owners[0]
         with torch._C._DisableTorchDispatch():
             real = torch.empty_strided(staged.shape, staged.stride, dtype=staged.dtype, device=self.site.device_of(layer.live))
             advise(real)
+            if blank:
+                return real
             if len(staged.shape) < 3 and staged.numel <= 4096:
                 # Some loaders compare a scale with what is there before they write it; created scales start from 1.
                 real.fill_(1)
@@ -225,7 +229,7 @@ class StagedModel:
         """Process the layers that `staged` made whole (None: look at all, for loaders that write directly)."""
         layers = self.shadow.layers if staged is None else [layer for layer, _ in staged.owners]
         for layer in layers:
-            if not layer.processed and (staged is not None or layer.touched):
+            if not layer.processed and (staged is not None or layer.touched) and self._ready(layer):
                 group = _tied_group(layer) if any(p.tied for p in layer.params.values()) else [layer]
                 if len(group) > 1 and not final:
                     continue  # another name may still write the same place, and must agree
@@ -236,7 +240,10 @@ class StagedModel:
         if is_attention(layer.live):
             return False
         # An optional parameter that has begun to arrive is waited for.
-        return all(p.coverage.complete() or (p.optional is not None and not p.sources) for p in layer.params.values())
+        for p in layer.params.values():
+            if not p.coverage.complete() and (p.optional is None or p.sources):
+                return False
+        return True
 
     def _process(self, group: list[ShadowLayer]) -> None:
         with torch.no_grad():
@@ -252,7 +259,7 @@ class StagedModel:
                     look = self._familiar.look(layer)
                     known = self._familiar.knows(layer, look)
                     watch = self._recorder.away() if known else self._recorder.guard()
-                    with watch, self.site.context() if self.site.outside else contextlib.nullcontext():
+                    with watch, self.site.processing():
                         self._run_processing(layer)
                     if not known and not self._recorder.met_live:
                         self._familiar.learn(layer, look)
@@ -300,12 +307,11 @@ class StagedModel:
         """Process the layers that read other layers' weights, once all of those are done."""
         for layer in self._released:  # what they read now is live
             layer.shadow.__dict__ = layer.live.__dict__
+        above = {name for layer in self.shadow.layers if layer.processed for name in _containers(layer.name)}
         for layer in self.shadow.layers:
             if layer.processed or not is_attention(layer.live):
                 continue
-            prefix = f"{layer.name}." if layer.name else ""
-            below = any(o.processed and o.name.startswith(prefix) and o is not layer for o in self.shadow.layers)
-            if layer.touched or below:
+            if layer.touched or layer.name in above:
                 self._process([layer])
 
     # ------------------------------------------------------------------------------------------------- the end
@@ -343,6 +349,13 @@ class StagedModel:
         self._reals.clear()
         self._addresses.clear()
         self._hold.clear()
+
+
+def _containers(name: str) -> Iterator[str]:
+    """The names of the modules around a module: "a.b", "a" and "" of "a.b.c"."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _tied_group(layer: ShadowLayer) -> list[ShadowLayer]:
