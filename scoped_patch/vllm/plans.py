@@ -77,6 +77,7 @@ class Plans:
         known = self.of(layer)
         known.distrusted = True
         known.plans.clear()
+        known.watched = None
 
     def learn(
         self,

@@ -247,10 +247,10 @@ class StagedModel:
 
     def _process(self, group: list[ShadowLayer]) -> None:
         with torch.no_grad():
-            with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
+            with torch._C._DisableTorchDispatch():
                 for layer in group:
+                    check_values(layer)
                     for name, staged in layer.params.items():
-                        check_values(staged)
                         if staged.real is None and staged.optional is not None:
                             self._supply(layer, name, staged)
             for layer in group:
