@@ -11,7 +11,8 @@ import torch
 
 from .coverage import Box, volume
 from .errors import RejectedWeight
-from .shadow import ShadowLayer, Staged, is_method
+from .kinds import is_method
+from .shadow import ShadowLayer, Staged
 
 logger = logging.getLogger("scoped_patch")
 FEW = 16  # scales that are looked at one by one

@@ -107,8 +107,7 @@ class Coverage:
     def complete(self) -> bool:
         if not self._complete:
             self._complete = not self.size or (
-                self.written >= self.size
-                and (whole(self.shape) in self.boxes or self._side_by_side() or not self.missing())
+                self.written >= self.size and (whole(self.shape) in self.boxes or self._side_by_side() or not self.missing())
             )
         return self._complete
 

@@ -53,7 +53,8 @@ class Exchange:
 
     def commit(self) -> None:
         """Put the staged content live. An interrupt comes before it or after it (see `committed`), never in the middle."""
-        small, large = [], []
+        small: list[tuple[torch.Tensor, torch.Tensor]] = []
+        large: list[tuple[torch.Tensor, torch.Tensor]] = []
         for live, staged in self.pairs:
             (small if live.numel() <= HANDLE and live.device.type == "cpu" else large).append((live, staged))
         calls: list[tuple[Callable[[Any, Any], Any], Any, Any]] = [

@@ -2,22 +2,33 @@
 
 Watching takes Python code for every operator, and processing a layer is some fifty of them: together about as long as all else
 that an update does to it. It is left out for a layer whose own processing was watched in an earlier update and met no live
-tensor, as long as the layer is what it was then, and after another one that the very same functions process has been watched in
-this update: whatever has been patched since, deep within vLLM too, meets a watcher first.
+tensor, as long as the layer is what it was then, and after another one of its kind has been watched in this update and ran no
+function that was not known from earlier ones: so whatever has been patched since, deep within vLLM too, has all layers watched.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from .kinds import is_attention, is_copied
 from .plans import Plans, plain
-from .shadow import ShadowLayer, is_attention, is_copied
+from .shadow import ShadowLayer
 
 _METHOD = "process_weights_after_loading"
+#: what may run within processing and is not looked at; other packages but vLLM may do something else next time
+_GROUND = frozenset(sys.stdlib_module_names) | {"torch"}
+_WATCHERS = frozenset(f"{__package__}.{name}" for name in ("familiar", "graph", "kinds", "recorder", "shadow", "staging"))
+
 _Kind = tuple[Any, ...]  # types, and functions of theirs, in the order in which a layer holds them
+Look = tuple[_Kind, list[dict[str, Any]]]  # (kind, what the objects that process hold in numbers and names)
+#: by kind, the functions of vLLM's that processing was seen to run
+_known: dict[_Kind, set[types.CodeType]] = {}
 
 
 class Familiar:
@@ -25,11 +36,12 @@ class Familiar:
 
     def __init__(self, plans: Plans) -> None:
         self._plans = plans
-        self._kinds: set[_Kind] = set()
+        self._same: set[_Kind] = set()
+        self._strange: set[_Kind] = set()
 
     def look(self, layer: ShadowLayer) -> Look | None:
         """What is about to process this layer; None: something that must be watched every time."""
-        kind: list[Any] = [type(layer.live)]
+        kind: list[Any] = []
         about: list[dict[str, Any]] = []
         stack, seen = [layer.shadow.__dict__], set()
         while stack:
@@ -37,36 +49,54 @@ class Familiar:
                 of: Any = type(value)
                 if not is_copied(of) or id(value) in seen or isinstance(value, torch.nn.Module):
                     continue
-                seen.add(id(value))
-                function = getattr(of, _METHOD, None)
-                if _METHOD in value.__dict__ or not _is_own(function):
+                if _METHOD in value.__dict__:
                     return None
-                kind += (of, function)
+                seen.add(id(value))
+                kind += (of, getattr(of, _METHOD, None))
                 about.append(plain(value.__dict__))
                 stack.append(value.__dict__)
         return None if is_attention(layer.live) else (tuple(kind), about)  # attention reads other layers
 
     def knows(self, layer: ShadowLayer, look: Look | None) -> bool:
-        return look is not None and look[0] in self._kinds and self._plans.of(layer).watched == look
+        return look is not None and look[0] in self._same and self._plans.of(layer).watched == look
 
-    def learn(self, layer: ShadowLayer, look: Look | None) -> None:
-        """The layer's processing was watched, and met no live tensor."""
+    def learn(self, layer: ShadowLayer, look: Look | None, ran: set[types.CodeType] | None) -> None:
+        """The layer's processing was watched, met no live tensor, and `ran` these functions (None: strange ones)."""
         known = self._plans.of(layer)
-        if look is not None and not known.distrusted:
-            self._kinds.add(look[0])
-            known.watched = look
+        known.watched = None if ran is None or known.distrusted else look
+        if look is None:
+            return
+        kind, before = look[0], _known.setdefault(look[0], set())
+        if ran is None or not ran <= before:
+            self._strange.add(kind)
+            self._same.discard(kind)
+            before |= ran or set()
+        elif kind not in self._strange:
+            self._same.add(kind)
 
 
-Look = tuple[_Kind, list[dict[str, Any]]]  # (kind, what the objects that process hold in numbers and names)
+class Calls:
+    """Which functions of vLLM's run meanwhile; `ran` is None if others do, or if a profiler is in the way."""
 
+    def __init__(self) -> None:
+        self.ran: set[types.CodeType] | None = None
 
-def _is_own(function: Any) -> bool:
-    """A plain function of vLLM's. Those of others may do something else next time, by what they hold or where they look."""
-    if function is None:
-        return True
-    return (
-        type(function) is types.FunctionType
-        and function.__closure__ is None
-        and (function.__module__ or "").startswith("vllm.")
-        and not hasattr(function, "__wrapped__")
-    )
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        if sys.getprofile() is not None:
+            yield
+            return
+        found: dict[types.CodeType, str] = {}
+
+        def note(frame: types.FrameType, event: str, argument: Any) -> None:
+            if event == "call" and frame.f_code not in found:
+                found[frame.f_code] = frame.f_globals.get("__name__") or ""
+
+        sys.setprofile(note)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+        own = {code for code, module in found.items() if module.startswith("vllm.")}
+        others = {module for module in found.values() if not module.startswith("vllm.")} - _WATCHERS
+        self.ran = own if {module.partition(".")[0] for module in others} <= _GROUND else None

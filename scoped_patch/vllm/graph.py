@@ -32,13 +32,13 @@ class Reached:
 
     Attributes:
         tensors: every tensor.
-        scalars: every bool, int and float, with its holder and key, by the path of its holder and the key: processing may
-            derive some from weights. They are most of what there is, so no text is made of where they are.
+        scalars: every bool, int and float by the path of its holder: (holder, {key: value}). Processing may derive some from
+            weights.
         opaque: objects of compiled code that may hide tensors.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    scalars: dict[tuple[str, Any], tuple[Any, Any, bool | int | float]] = field(default_factory=dict)
+    scalars: dict[str, tuple[Any, dict[Any, bool | int | float]]] = field(default_factory=dict)
     opaque: list[str] = field(default_factory=list)
 
 
@@ -55,13 +55,16 @@ def reach(layer: torch.nn.Module, tree: Container[int], numbers: bool = True) ->
     groups, depth = _members_of_module(layer, ""), 1
     while True:
         for holder, before, after, items, skipped in groups:
+            own: dict[Any, bool | int | float] | None = None
             for key, value in items:
                 role = roles.get(type(value)) or _role(type(value))
                 if role == "leaf" or key in skipped:
                     continue
                 if role == "scalar":
                     if numbers:
-                        scalars[before, key] = (holder, key, value)
+                        if own is None:
+                            own = scalars.setdefault(before, (holder, {}))[1]
+                        own[key] = value
                     continue
                 if role == "tensor":
                     tensors[f"{before}{key!r}]" if after == "]" else f"{before}{key}{after}"] = value
@@ -100,7 +103,7 @@ def _role(kind: Any) -> str:
         ("bound", types.MethodType),
         ("partial", functools.partial),
     ):
-        if issubclass(kind, of):  # type: ignore[arg-type]
+        if issubclass(kind, of):
             _roles[kind] = role
             return role
     _roles[kind] = "leaf" if is_closed_kind(kind) else "object"

@@ -11,7 +11,8 @@ import torch
 
 from .errors import UnsupportedLayer
 from .graph import reach, same_layout, storage_key
-from .shadow import ShadowLayer, is_attention, is_method
+from .kinds import is_attention, is_method
+from .shadow import ShadowLayer
 
 
 @dataclass
@@ -78,11 +79,12 @@ def _processed_state(layer: ShadowLayer, tree: Container[int]) -> Processed:
             f"{layer.name} ({type(layer.live).__name__}, {type(layer.method).__name__}): the new weights cannot take the "
             f"place of the live ones: {'; '.join(sorted(problems))}. Nothing was changed."
         )
-    scalars = [
-        (holder, key, value, new.scalars[path][2])
-        for path, (holder, key, value) in live.scalars.items()
-        if path in new.scalars and new.scalars[path][2] != value and value == value and key is not None
-    ]
+    scalars = []
+    for path, (holder, values) in live.scalars.items():
+        others = new.scalars.get(path, (None, values))[1]
+        if others != values:
+            changed = [k for k, v in values.items() if k in others and others[k] != v and v == v and k is not None]
+            scalars += [(holder, k, values[k], others[k]) for k in changed]
     return Processed(layer.name, pairs, scalars)
 
 

@@ -75,15 +75,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
-        """Let operators run unseen: what is processed is known to write to nothing live."""
-        watching = self.watching
-        if watching:
-            _pop_mode()
+        """Let operators run unseen, if they come here first: what is processed is known to meet nothing live."""
+        _pop_mode()
         try:
             yield
         finally:
-            if watching:
-                _push_mode(self)
+            _push_mode(self)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .checks import check_use, check_values
 from .coverage import Box, box_of_view, overlap
 from .errors import RejectedWeight
-from .familiar import Familiar
+from .familiar import Calls, Familiar
 from .graph import address, raw_bytes, reach, storage_key
+from .kinds import is_attention, is_kv_cache_method, is_method
 from .manifest import missing_by_layer
 from .pages import advise
 from .plans import Books, Plans, Watch, key_of, run
 from .process import Processed, processed_state
 from .recorder import Recorder
-from .shadow import Shadow, ShadowLayer, Staged, is_attention, is_kv_cache_method, is_method
+from .shadow import Shadow, ShadowLayer, Staged, containers, tied_group
 from .source import Source
 from .target import Site
 
@@ -207,11 +207,9 @@ class StagedModel:
             if len(staged.shape) < 3 and staged.numel <= 4096:
                 # Some loaders compare a scale with what is there before they write it; created scales start from 1.
                 real.fill_(1)
-        if self.carry and staged.carried is not None:
-            with _disable_current_modes():
+            if self.carry and staged.carried is not None:
                 real.copy_(staged.carried.data)
-        elif staged.optional and is_kv_cache_method(layer.method):
-            with _disable_current_modes():
+            elif staged.optional and is_kv_cache_method(layer.method):
                 self._default(layer, name, real)
         return real
 
@@ -230,7 +228,7 @@ class StagedModel:
         layers = self.shadow.layers if staged is None else [layer for layer, _ in staged.owners]
         for layer in layers:
             if not layer.processed and (staged is not None or layer.touched) and self._ready(layer):
-                group = _tied_group(layer) if any(p.tied for p in layer.params.values()) else [layer]
+                group = tied_group(layer) if any(p.tied for p in layer.params.values()) else [layer]
                 if len(group) > 1 and not final:
                     continue  # another name may still write the same place, and must agree
                 if all(map(self._ready, group)):
@@ -240,10 +238,7 @@ class StagedModel:
         if is_attention(layer.live):
             return False
         # An optional parameter that has begun to arrive is waited for.
-        for p in layer.params.values():
-            if not p.coverage.complete() and (p.optional is None or p.sources):
-                return False
-        return True
+        return all(p.coverage.complete() or (p.optional is not None and not p.sources) for p in layer.params.values())
 
     def _process(self, group: list[ShadowLayer]) -> None:
         with torch.no_grad():
@@ -255,14 +250,8 @@ class StagedModel:
                             self._supply(layer, name, staged)
             for layer in group:
                 layer.processed = True
-                if is_method(layer.method) or is_attention(layer.live):  # others have nothing to be done
-                    look = self._familiar.look(layer)
-                    known = self._familiar.knows(layer, look)
-                    watch = self._recorder.away() if known else self._recorder.guard()
-                    with watch, self.site.processing():
-                        self._run_processing(layer)
-                    if not known and not self._recorder.met_live:
-                        self._familiar.learn(layer, look)
+                if is_method(layer.method) or is_attention(layer.live):
+                    self._run_processing(layer)
             with torch._C._DisableTorchDispatch():
                 results = [processed_state(layer, self.shadow.tree) for layer in group]
                 for layer in group:
@@ -279,6 +268,17 @@ class StagedModel:
             staged.real = None
 
     def _run_processing(self, layer: ShadowLayer) -> None:
+        look = self._familiar.look(layer)
+        if self._recorder.watching and self._familiar.knows(layer, look):
+            with self._recorder.away(), self.site.processing():
+                self._process_as_vllm(layer)
+            return
+        calls = Calls()
+        with self._recorder.guard(), self.site.processing(), calls.noted():
+            self._process_as_vllm(layer)
+        self._familiar.learn(layer, look, None if self._recorder.met_live else calls.ran)
+
+    def _process_as_vllm(self, layer: ShadowLayer) -> None:
         shadow: Any = layer.shadow
         if is_method(layer.method):
             shadow.quant_method.process_weights_after_loading(shadow)
@@ -307,7 +307,7 @@ class StagedModel:
         """Process the layers that read other layers' weights, once all of those are done."""
         for layer in self._released:  # what they read now is live
             layer.shadow.__dict__ = layer.live.__dict__
-        above = {name for layer in self.shadow.layers if layer.processed for name in _containers(layer.name)}
+        above = {name for layer in self.shadow.layers if layer.processed for name in containers(layer.name)}
         for layer in self.shadow.layers:
             if layer.processed or not is_attention(layer.live):
                 continue
@@ -323,7 +323,7 @@ class StagedModel:
         """Process the touched layers whose rest is carried over from the live parameters (`expect="partial"` or names)."""
         for layer in self.shadow.layers:
             if layer.touched and not layer.processed and not is_attention(layer.live):
-                group = _tied_group(layer)
+                group = tied_group(layer)
                 for one in group:
                     for name, staged in one.params.items():
                         if staged.real is None and staged.carried is not None:
@@ -349,22 +349,3 @@ class StagedModel:
         self._reals.clear()
         self._addresses.clear()
         self._hold.clear()
-
-
-def _containers(name: str) -> Iterator[str]:
-    """The names of the modules around a module: "a.b", "a" and "" of "a.b.c"."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
-def _tied_group(layer: ShadowLayer) -> list[ShadowLayer]:
-    """The layers that share a parameter with this one, itself included: they are processed and committed together."""
-    group, todo = [layer], [layer]
-    while todo:
-        for staged in todo.pop().params.values():
-            for owner, _ in staged.owners:
-                if all(owner is not known for known in group):
-                    group.append(owner)
-                    todo.append(owner)
-    return group
