@@ -18,12 +18,16 @@ import torch
 
 from .kinds import is_attention, is_copied
 from .plans import Plans, plain
+from .recorder import Recorder
 from .shadow import ShadowLayer
 
+PATIENCE = 3  # updates
 _METHOD = "process_weights_after_loading"
 #: what may run within processing and is not looked at; other packages but vLLM may do something else next time
 _GROUND = frozenset(sys.stdlib_module_names) | {"torch"}
-_WATCHERS = frozenset(f"{__package__}.{name}" for name in ("familiar", "graph", "kinds", "recorder", "shadow", "staging"))
+_WATCHERS = frozenset(
+    f"{__package__}.{name}" for name in ("familiar", "graph", "kinds", "recorder", "shadow", "staging", "target")
+)
 
 _Kind = tuple[Any, ...]  # types, and functions of theirs, in the order in which a layer holds them
 Look = tuple[_Kind, list[dict[str, Any]]]  # (kind, what the objects that process hold in numbers and names)
@@ -39,7 +43,34 @@ class Familiar:
         self._same: set[_Kind] = set()
         self._strange: set[_Kind] = set()
 
-    def look(self, layer: ShadowLayer) -> Look | None:
+    def watch(self, layer: ShadowLayer, recorder: Recorder) -> contextlib.AbstractContextManager[None]:
+        """What to process the layer under: the recorder's guard, or nothing."""
+        look = self._look(layer)
+        if recorder.watching and look is not None and look[0] in self._same and self._plans.of(layer).watched == look:
+            return recorder.away()
+        return self._watch(layer, look, recorder)
+
+    @contextlib.contextmanager
+    def _watch(self, layer: ShadowLayer, look: Look | None, recorder: Recorder) -> Iterator[None]:
+        known, calls = self._plans.of(layer), Calls()
+        # Finding out what runs takes longer than watching; and a profiler would be in the way.
+        worth = look is not None and known.misses < PATIENCE and sys.getprofile() is None
+        with recorder.guard(), calls.noted() if worth else contextlib.nullcontext():
+            yield
+        ran = None if recorder.met_live else calls.ran
+        known.misses = known.misses + 1 if worth and ran is None else 0 if worth else known.misses
+        known.watched = None if ran is None or known.distrusted else look
+        if look is None:
+            return
+        kind, before = look[0], _known.setdefault(look[0], set())
+        if ran is None or not ran <= before:
+            self._strange.add(kind)
+            self._same.discard(kind)
+            before |= ran or set()
+        elif kind not in self._strange:
+            self._same.add(kind)
+
+    def _look(self, layer: ShadowLayer) -> Look | None:
         """What is about to process this layer; None: something that must be watched every time."""
         kind: list[Any] = []
         about: list[dict[str, Any]] = []
@@ -57,35 +88,15 @@ class Familiar:
                 stack.append(value.__dict__)
         return None if is_attention(layer.live) else (tuple(kind), about)  # attention reads other layers
 
-    def knows(self, layer: ShadowLayer, look: Look | None) -> bool:
-        return look is not None and look[0] in self._same and self._plans.of(layer).watched == look
-
-    def learn(self, layer: ShadowLayer, look: Look | None, ran: set[types.CodeType] | None) -> None:
-        """The layer's processing was watched, met no live tensor, and `ran` these functions (None: strange ones)."""
-        known = self._plans.of(layer)
-        known.watched = None if ran is None or known.distrusted else look
-        if look is None:
-            return
-        kind, before = look[0], _known.setdefault(look[0], set())
-        if ran is None or not ran <= before:
-            self._strange.add(kind)
-            self._same.discard(kind)
-            before |= ran or set()
-        elif kind not in self._strange:
-            self._same.add(kind)
-
 
 class Calls:
-    """Which functions of vLLM's run meanwhile; `ran` is None if others do, or if a profiler is in the way."""
+    """Which functions of vLLM's run meanwhile; `ran` is None if others do."""
 
     def __init__(self) -> None:
         self.ran: set[types.CodeType] | None = None
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        if sys.getprofile() is not None:
-            yield
-            return
         found: dict[types.CodeType, str] = {}
 
         def note(frame: types.FrameType, event: str, argument: Any) -> None:

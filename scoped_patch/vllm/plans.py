@@ -57,6 +57,7 @@ class _Known:
     plans: dict[Key, Plan]
     distrusted: bool = False
     watched: Any = None  # how it was processed when that was watched; see `familiar`
+    misses: int = 0  # how often in a row nothing could be learned from it
 
 
 _known: weakref.WeakKeyDictionary[torch.nn.Module, _Known] = weakref.WeakKeyDictionary()

@@ -11,7 +11,7 @@ import torch
 from .checks import check_use, check_values
 from .coverage import Box, box_of_view, overlap
 from .errors import RejectedWeight
-from .familiar import Calls, Familiar
+from .familiar import Familiar
 from .graph import address, raw_bytes, reach, storage_key
 from .kinds import is_attention, is_kv_cache_method, is_method
 from .manifest import missing_by_layer
@@ -251,7 +251,8 @@ class StagedModel:
             for layer in group:
                 layer.processed = True
                 if is_method(layer.method) or is_attention(layer.live):
-                    self._run_processing(layer)
+                    with self._familiar.watch(layer, self._recorder), self.site.processing():
+                        self._run_processing(layer)
             with torch._C._DisableTorchDispatch():
                 results = [processed_state(layer, self.shadow.tree) for layer in group]
                 for layer in group:
@@ -268,17 +269,6 @@ class StagedModel:
             staged.real = None
 
     def _run_processing(self, layer: ShadowLayer) -> None:
-        look = self._familiar.look(layer)
-        if self._recorder.watching and self._familiar.knows(layer, look):
-            with self._recorder.away(), self.site.processing():
-                self._process_as_vllm(layer)
-            return
-        calls = Calls()
-        with self._recorder.guard(), self.site.processing(), calls.noted():
-            self._process_as_vllm(layer)
-        self._familiar.learn(layer, look, None if self._recorder.met_live else calls.ran)
-
-    def _process_as_vllm(self, layer: ShadowLayer) -> None:
         shadow: Any = layer.shadow
         if is_method(layer.method):
             shadow.quant_method.process_weights_after_loading(shadow)

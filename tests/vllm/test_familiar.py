@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import cProfile
 import types
 from collections.abc import Iterator
@@ -11,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from scoped_patch.vllm import UnsupportedLayer, reload_weights
+from scoped_patch.vllm import UnsupportedLayer, plans, reload_weights
+from scoped_patch.vllm import familiar as familiar_module
 from scoped_patch.vllm.recorder import Recorder
-from scoped_patch.vllm.staging import StagedModel
 
 from .test_reload import restored
 
@@ -24,6 +25,8 @@ HELD: list[Any] = []
 
 @pytest.fixture
 def engine(engines: Any) -> Iterator[Any]:
+    plans._known.clear()
+    familiar_module._known.clear()
     yield from restored(engines("dense", "w4a4"))
     HELD.clear()
 
@@ -32,17 +35,13 @@ def engine(engines: Any) -> Iterator[Any]:
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The layers whose processing was watched."""
     out: list[str] = []
-    guard, process = Recorder.guard, StagedModel._run_processing
-    guards: list[Any] = []
-    monkeypatch.setattr(Recorder, "guard", lambda self: (guards.append(self), guard(self))[1])
+    watch = familiar_module.Familiar._watch
 
-    def noting(self: Any, layer: Any) -> None:
-        guards.clear()
-        process(self, layer)
-        if guards:
-            out.append(layer.name)
+    def noting(self: Any, layer: Any, *rest: Any) -> Any:
+        out.append(layer.name)
+        return watch(self, layer, *rest)
 
-    monkeypatch.setattr(StagedModel, "_run_processing", noting)
+    monkeypatch.setattr(familiar_module.Familiar, "_watch", noting)
     return out
 
 
@@ -168,6 +167,34 @@ def test_under_a_profiler_all_is_watched(engine: Any, watched: list[str]) -> Non
             update.load(engine.state[0].items())
     assert NAME in watched
     assert any("process_weights_after_loading" in str(entry.code) for entry in profile.getstats())
+
+
+@pytest.mark.parametrize("profiled", [False, True])
+def test_what_never_becomes_familiar_is_not_looked_into_for_ever(
+    engine: Any, watched: list[str], monkeypatch: pytest.MonkeyPatch, profiled: bool
+) -> None:
+    import vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4 as deep
+
+    looks: list[Any] = []
+    parameter, noted = torch.nn.Parameter, familiar_module.Calls.noted
+    monkeypatch.setattr(familiar_module.Calls, "noted", lambda self: (looks.append(self), noted(self))[1])
+    monkeypatch.setattr(deep, "Parameter", lambda *args, **kwargs: parameter(*args, **kwargs))
+    counts = []
+    for seed in (1, 0, 1, 0, 1):
+        looks.clear()
+        watched.clear()
+        with cProfile.Profile() if profiled else contextlib.nullcontext():
+            with reload_weights(engine.llm) as update:
+                update.load(engine.state[seed].items())
+        counts.append(len(looks))
+        assert NAME in watched
+    monkeypatch.setattr(deep, "Parameter", parameter)
+    if profiled:  # nothing was tried, so nothing was given up
+        assert counts == [0] * 5
+        familiar(engine, watched)
+    else:
+        assert counts[2] >= counts[3] + 8
+        assert counts[3] == counts[4]
 
 
 def test_operators_reach_the_recorder_without_a_wrapper() -> None:
