@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from .kinds import is_attention, is_copied
+from .kinds import KINDS, is_attention, kind_of
 from .plans import Plans, plain
 from .recorder import Recorder
 from .shadow import ShadowLayer
@@ -53,12 +53,12 @@ class Familiar:
     @contextlib.contextmanager
     def _watch(self, layer: ShadowLayer, look: Look | None, recorder: Recorder) -> Iterator[None]:
         known, calls = self._plans.of(layer), Calls()
-        # Finding out what runs takes longer than watching; and a profiler would be in the way.
-        worth = look is not None and known.misses < PATIENCE and sys.getprofile() is None
+        worth = look is not None and known.misses < PATIENCE and calls.possible  # it may take longer than watching
         with recorder.guard(), calls.noted() if worth else contextlib.nullcontext():
             yield
         ran = None if recorder.met_live else calls.ran
-        known.misses = known.misses + 1 if worth and ran is None else 0 if worth else known.misses
+        if worth:
+            known.misses = known.misses + 1 if ran is None else 0
         known.watched = None if ran is None or known.distrusted else look
         if look is None:
             return
@@ -77,8 +77,8 @@ class Familiar:
         stack, seen = [layer.shadow.__dict__], set()
         while stack:
             for value in stack.pop().values():
-                of: Any = type(value)
-                if not is_copied(of) or id(value) in seen or isinstance(value, torch.nn.Module):
+                of = type(value)
+                if (KINDS.get(of) or kind_of(of)) != "copied" or id(value) in seen or isinstance(value, torch.nn.Module):
                     continue
                 if _METHOD in value.__dict__:
                     return None
@@ -94,6 +94,13 @@ class Calls:
 
     def __init__(self) -> None:
         self.ran: set[types.CodeType] | None = None
+        # A profiler's function is told of C functions too, thousands of them; but a debugger or coverage may be in the way.
+        places = ((sys.gettrace, sys.settrace), (sys.getprofile, sys.setprofile))
+        self._set: Callable[[Any], None] | None = next((put for get, put in places if get() is None), None)
+
+    @property
+    def possible(self) -> bool:
+        return self._set is not None
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -103,11 +110,12 @@ class Calls:
             if event == "call" and frame.f_code not in found:
                 found[frame.f_code] = frame.f_globals.get("__name__") or ""
 
-        sys.setprofile(note)
+        assert self._set is not None
+        self._set(note)
         try:
             yield
         finally:
-            sys.setprofile(None)
+            self._set(None)
         own = {code for code, module in found.items() if module.startswith("vllm.")}
         others = {module for module in found.values() if not module.startswith("vllm.")} - _WATCHERS
         self.ran = own if {module.partition(".")[0] for module in others} <= _GROUND else None

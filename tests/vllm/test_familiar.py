@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import cProfile
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -157,16 +158,30 @@ def test_which_functions_become_familiar(
     assert (NAME in watched) is every_time
 
 
-def test_under_a_profiler_all_is_watched(engine: Any, watched: list[str]) -> None:
-    """The profiler stays, and what ran cannot be told."""
+@contextlib.contextmanager
+def tools(tracer: bool, profiler: bool) -> Iterator[cProfile.Profile | None]:
+    """What sees every call of a function already, such as coverage, or a profiler."""
+    before, seen = sys.gettrace(), cProfile.Profile()
+    if tracer != (before is not None):
+        sys.settrace((lambda *args: None) if tracer else None)
+    try:
+        with seen if profiler else contextlib.nullcontext():
+            yield seen if profiler else None
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("tracer", [False, True])
+@pytest.mark.parametrize("profiler", [False, True])
+def test_under_a_tracer_and_a_profiler_all_is_watched(engine: Any, watched: list[str], tracer: bool, profiler: bool) -> None:
+    """They stay, and what ran cannot be told. One of them is no hindrance."""
     familiar(engine, watched)
     watched.clear()
-    profile = cProfile.Profile()
-    with profile:
-        with reload_weights(engine.llm) as update:
-            update.load(engine.state[0].items())
-    assert NAME in watched
-    assert any("process_weights_after_loading" in str(entry.code) for entry in profile.getstats())
+    with tools(tracer, profiler) as profile, reload_weights(engine.llm) as update:
+        update.load(engine.state[0].items())
+    assert (NAME in watched) is (tracer and profiler)
+    if profile is not None:
+        assert any("process_weights_after_loading" in str(entry.code) for entry in profile.getstats())
 
 
 @pytest.mark.parametrize("profiled", [False, True])
@@ -183,7 +198,7 @@ def test_what_never_becomes_familiar_is_not_looked_into_for_ever(
     for seed in (1, 0, 1, 0, 1):
         looks.clear()
         watched.clear()
-        with cProfile.Profile() if profiled else contextlib.nullcontext():
+        with tools(profiled, profiled):
             with reload_weights(engine.llm) as update:
                 update.load(engine.state[seed].items())
         counts.append(len(looks))
