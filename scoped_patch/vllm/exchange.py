@@ -152,12 +152,11 @@ def _byte_pairs(pairs: list[tuple[str, torch.Tensor, torch.Tensor]]) -> list[tup
     used: dict[int, str] = {}
     for group in groups.values():
         first_path, first_live, first_staged = group[0]
-        same = all(
-            storage_key(staged) == storage_key(first_staged) and staged.storage_offset() == live.storage_offset()
-            for _, live, staged in group
-        )
-        size = first_live.untyped_storage().nbytes()
-        if same and first_staged.untyped_storage().nbytes() == size:
+        same = first_live.untyped_storage().nbytes() == first_staged.untyped_storage().nbytes()
+        for _, live, staged in group:
+            same &= staged.storage_offset() == live.storage_offset()
+            same &= staged is first_staged or storage_key(staged) == storage_key(first_staged)
+        if same:
             members = [(first_path, _storage_bytes(first_live), _storage_bytes(first_staged))]
         else:
             members = _disjoint(group)

@@ -9,6 +9,7 @@ function that was not known from earlier ones: so whatever has been patched sinc
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -111,11 +112,15 @@ class Calls:
                 found[frame.f_code] = frame.f_globals.get("__name__") or ""
 
         assert self._set is not None
+        collects = gc.isenabled()
+        gc.disable()  # or finalizers of anything at all would run in between
         self._set(note)
         try:
             yield
         finally:
             self._set(None)
+            if collects:
+                gc.enable()
         own = {code for code, module in found.items() if module.startswith("vllm.")}
         others = {module for module in found.values() if not module.startswith("vllm.")} - _WATCHERS
         self.ran = own if {module.partition(".")[0] for module in others} <= _GROUND else None

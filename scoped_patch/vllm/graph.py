@@ -178,7 +178,7 @@ def layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype, tuple[in
 
 
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride() and a.device == b.device
+    return a.dtype is b.dtype and a.shape == b.shape and a.stride() == b.stride() and a.device == b.device
 
 
 def address(tensor: torch.Tensor) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import cProfile
+import gc
 import sys
 import types
 from collections.abc import Iterator
@@ -210,6 +211,34 @@ def test_what_never_becomes_familiar_is_not_looked_into_for_ever(
     else:
         assert counts[2] >= counts[3] + 8
         assert counts[3] == counts[4]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_finalizers_do_not_run_in_between(collects: bool) -> None:
+    """Theirs would be functions that nobody knows, and all layers be watched for them."""
+    was, threshold = gc.isenabled(), gc.get_threshold()
+    (gc.enable if collects else gc.disable)()
+    gc.set_threshold(1)
+    try:
+        circle, kept = [Circle()], []
+        calls = familiar_module.Calls()
+        with calls.noted():
+            circle.clear()
+            for _ in range(100):
+                kept.append([0])
+        assert gc.isenabled() is collects
+        assert calls.ran == set()
+    finally:
+        gc.set_threshold(*threshold)
+        (gc.enable if was else gc.disable)()
+
+
+class Circle:
+    def __init__(self) -> None:
+        self.self = self
+
+    def __del__(self) -> None:
+        HELD.append("finalizer")
 
 
 def test_operators_reach_the_recorder_without_a_wrapper() -> None:
