@@ -74,17 +74,21 @@ def _processed_state(layer: ShadowLayer, tree: Container[int]) -> Processed:
             problems.append(f"{path} ({_show(tensor)}) was not made anew by processing")
     if kept and is_method(layer.method) and not is_attention(layer.live):
         problems += [f"{p} ({_show(live.tensors[p])}) was kept as it was by processing" for p in kept if _may_be_stale(p)]
-    if problems:
-        raise UnsupportedLayer(
-            f"{layer.name} ({type(layer.live).__name__}, {type(layer.method).__name__}): the new weights cannot take the "
-            f"place of the live ones: {'; '.join(sorted(problems))}. Nothing was changed."
-        )
     scalars = []
     for path, (holder, values) in live.scalars.items():
         others = new.scalars.get(path, (None, values))[1]
         if others != values:
             changed = [k for k, v in values.items() if k in others and others[k] != v and v == v and k is not None]
             scalars += [(holder, k, values[k], others[k]) for k in changed]
+            if holder is None:  # a tuple, a closure, the arguments of a partial
+                problems += [
+                    f"{path}{k} is {others[k]!r} now, and nothing can put that in place of {values[k]!r}" for k in changed
+                ]
+    if problems:
+        raise UnsupportedLayer(
+            f"{layer.name} ({type(layer.live).__name__}, {type(layer.method).__name__}): the new weights cannot take the "
+            f"place of the live ones: {'; '.join(sorted(problems))}. Nothing was changed."
+        )
     return Processed(layer.name, pairs, scalars)
 
 

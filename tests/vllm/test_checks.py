@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from scoped_patch.vllm import RejectedWeight
+from scoped_patch.vllm import RejectedWeight, UnsupportedLayer
 from scoped_patch.vllm.checks import check_values
 from scoped_patch.vllm.coverage import Coverage, whole
+from scoped_patch.vllm.process import processed_state
 from scoped_patch.vllm.shadow import ShadowLayer, Staged, containers
 from scoped_patch.vllm.source import Source
 
@@ -105,6 +107,31 @@ def test_many_global_scales_may_not_be_zero_either() -> None:
     with pytest.raises(RejectedWeight, match="zero") as caught:
         check_values(layer_with(w13_weight_global_scale=many))
     assert caught.value.weight == "second.w13_weight_global_scale"
+
+
+def processed(live: Any, new: Any) -> Any:
+    layer = ShadowLayer("layer", torch.nn.Module(), torch.nn.Module())
+    layer.live.held, layer.shadow.held = live, new
+    return processed_state(layer, ())
+
+
+def test_numbers_that_changed_are_exchanged_where_they_are_held() -> None:
+    live = {"a": 1.0, "b": [2, float("nan")], "only here": 5}
+    new = {"a": 1.5, "b": [3, 7.0], "only there": 6}
+    found = {(key, old, value) for _, key, old, value in processed(live, new).scalars}
+    assert found == {("a", 1.0, 1.5), (0, 2, 3)}
+    assert {id(holder) for holder, *_ in processed(live, new).scalars} == {id(live), id(live["b"])}
+    assert processed(live, dict(live)).scalars == []
+
+
+@pytest.mark.parametrize(
+    ("live", "new"),
+    [((1, 2.0), (1, 2.5)), (functools.partial(max, 3), functools.partial(max, 4)), ({"in": (1,)}, {"in": (2,)})],
+)
+def test_a_number_that_cannot_be_set_is_refused_before_anything_is_changed(live: Any, new: Any) -> None:
+    with pytest.raises(UnsupportedLayer, match=r"held.* is .* now, and nothing can put that in place of"):
+        processed(live, new)
+    assert processed(live, live).scalars == []
 
 
 @pytest.mark.parametrize(
