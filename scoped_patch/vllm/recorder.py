@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -63,10 +63,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._guarding = outer
 
-    def _is_live(self, value: Any) -> bool:
-        if isinstance(value, (list, tuple)):
-            return any(map(self._is_live, value))
-        return isinstance(value, torch.Tensor) and storage_key(value) in self._live and value.numel() > 0
+    def _meet(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                self.met_live |= value.untyped_storage()._cdata in self._live and value.numel() > 0
+            elif isinstance(value, (list, tuple)):
+                self._meet(value)
 
     @property
     def watching(self) -> bool:
@@ -94,7 +96,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.trace is not None and func not in VIEWS:
             self.trace.append((func, args, kwargs))
         if self._guarding and not self.met_live:
-            self.met_live = any(self._is_live(a) for a in (*args, *(kwargs or {}).values()))
+            self._meet((*args, *kwargs.values()) if kwargs else args)
         if not places:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
