@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import re
@@ -10,9 +11,11 @@ import torch
 
 from .coverage import Box, volume
 from .errors import RejectedWeight
-from .shadow import Staged, is_method
+from .kinds import is_method
+from .shadow import ShadowLayer, Staged
 
 logger = logging.getLogger("scoped_patch")
+FEW = 16  # scales that are looked at one by one
 
 
 def check_use(staged: Staged, name: str, weight: torch.Tensor | None, copied: list[Box], tp_size: int) -> None:
@@ -34,44 +37,62 @@ def check_use(staged: Staged, name: str, weight: torch.Tensor | None, copied: li
         )
 
 
-def check_values(staged: Staged) -> None:
+def check_values(layer: ShadowLayer) -> None:
     """Scales must be finite, and global ones not zero: they are divisors."""
-    real = staged.real
-    name = staged.owners[0][1]
-    if real is None or "scale" not in name or not real.is_floating_point() or not staged.sources:
+    looks: list[tuple[Staged, torch.Tensor, int]] = []  # and how many numbers of those read it takes
+    read: list[torch.Tensor] = []
+    for name, staged in layer.params.items():
+        if "scale" in name and staged.real is not None and staged.is_floating_point and staged.sources:
+            found = _look(staged.real.data, _is_divisor(staged))
+            looks.append((staged, staged.real.data, sum(one.numel() for one in found)))
+            read += found
+    if not looks:
         return
-    divisor = name.endswith("global_scale")
-    few = _few_numbers(real.data)  # read once: on a GPU every look waits for it
-    if not _all_good(real.data, few, divisor):
-        good = real.data.float().isfinite()
-        if divisor:
-            good &= real.data != 0
-        for weight, boxes in staged.sources.items():
-            if any(not bool(good[tuple(slice(*span) for span in box)].all()) for box in boxes):
-                raise RejectedWeight(weight, "non-finite", f"{weight}: holds NaN, infinity or a zero global scale")
-    if name.endswith("weight_global_scale"):
-        _check_spread(staged, real.data, few)
+    numbers = iter(torch.cat(read).tolist())  # at once: on a GPU every read waits for all that was asked of it before
+    for staged, values, count in looks:
+        few = list(itertools.islice(numbers, count))
+        if not _all_good(values, few, _is_divisor(staged)):
+            good = values.float().isfinite()
+            if _is_divisor(staged):
+                good &= values != 0
+            for weight, boxes in staged.sources.items():
+                if any(not bool(good[tuple(slice(*span) for span in box)].all()) for box in boxes):
+                    raise RejectedWeight(weight, "non-finite", f"{weight}: holds NaN, infinity or a zero global scale")
+        if staged.owners[0][1].endswith("weight_global_scale"):
+            _check_spread(staged, values, few)
 
 
-def _few_numbers(values: torch.Tensor) -> list[float] | None:
-    return values.reshape(-1).tolist() if values.numel() <= 16 else None
+def _is_divisor(staged: Staged) -> bool:
+    return staged.owners[0][1].endswith("global_scale")
 
 
-def _all_good(values: torch.Tensor, few: list[float] | None, divisor: bool) -> bool:
-    """Done for every scale of a model, so cheap: block scales are looked at as bytes, a few numbers in Python."""
-    if few is not None:
-        return all(math.isfinite(v) and not (divisor and v == 0) for v in few)
+def _look(values: torch.Tensor, divisor: bool) -> list[torch.Tensor]:
+    """The numbers to judge scales by, as 1-d tensors: themselves, if few, else the ends of block scales' bytes.
+
+    Done for every scale of a model, so cheap: in one pass, with no memory of its own.
+    """
+    if values.numel() <= FEW:
+        return [values.reshape(-1).float()]
     if values.dtype == torch.float8_e4m3fn:  # has no infinities, and one NaN of either sign
-        low, high = torch.stack(values.view(torch.int8).aminmax()).tolist()  # in one pass, with no memory of its own
+        return [end.reshape(1) for end in values.view(torch.int8).aminmax()]
+    bad = ~values.isfinite()
+    return [((bad | (values == 0)) if divisor else bad).any().reshape(1)]
+
+
+def _all_good(values: torch.Tensor, numbers: list[float], divisor: bool) -> bool:
+    if values.numel() <= FEW:
+        return all(math.isfinite(v) and not (divisor and v == 0) for v in numbers)
+    if values.dtype == torch.float8_e4m3fn:
+        low, high = numbers
         return high != 0x7F and (low >= 0 or int((values.view(torch.uint8) & 0x7F).max()) != 0x7F)
-    return bool(values.isfinite().all()) and not (divisor and bool((values == 0).any()))
+    return not numbers[0]
 
 
-def _check_spread(staged: Staged, values: torch.Tensor, few: list[float] | None) -> None:
-    """Fused layers keep one global scale: tell by how much the shards' own ones differ."""
+def _check_spread(staged: Staged, values: torch.Tensor, few: list[float]) -> None:
+    """Fused layers keep one global scale: tell by how much the shards' own ones differ. `few`: the values, if few."""
     layer, name = staged.owners[0]
     per_expert = re.match(r"w\d", name) is not None  # w13: [experts, 2]; w2: [experts], nothing fused
-    if few is not None and values.dim() < 2:  # a dense layer's: done for every one, so in Python
+    if values.numel() <= FEW and values.dim() < 2:  # a dense layer's: done for every one, so in Python
         spread = max(few) / min(few) if few and not per_expert else 1.0
     else:
         values = values.float()

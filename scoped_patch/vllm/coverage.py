@@ -96,6 +96,9 @@ class Coverage:
     written: int = 0  # with overlaps counted twice: only an upper bound, so that most checks cost nothing
     _complete: bool = False  # what is whole stays so
 
+    def __post_init__(self) -> None:
+        self.size = math.prod(self.shape)
+
     def add(self, box: Box) -> None:
         if box not in self.boxes and all(start < stop for start, stop in box):
             self.boxes.add(box)
@@ -103,9 +106,14 @@ class Coverage:
 
     def complete(self) -> bool:
         if not self._complete:
-            size = math.prod(self.shape)
-            self._complete = not size or (self.written >= size and (whole(self.shape) in self.boxes or not self.missing()))
+            self._complete = not self.size or (
+                self.written >= self.size and (whole(self.shape) in self.boxes or self._side_by_side() or not self.missing())
+            )
         return self._complete
+
+    def _side_by_side(self) -> bool:
+        """Do shards follow each other along the first dimension, and make up all? Most do; `missing` takes any boxes."""
+        return self.written == self.size and all(a[0][1] <= b[0][0] for a, b in itertools.pairwise(sorted(self.boxes)))
 
     def missing(self) -> list[Box]:
         """The unwritten part as disjoint boxes, merged along the first dimension; empty when all is written."""

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from .errors import UnsupportedLayer
-from .graph import layout, storage_key
+from .graph import layout, same_layout, storage_key
 
 CHUNK = 32 << 20  # bytes moved at a time
-HANDLE = 64  # bytes; tensors up to this size may be handles, and change places
+HANDLE = 64  # bytes; CPU tensors up to this size may be handles, and change places
 
 
 class Exchange:
@@ -53,8 +53,10 @@ class Exchange:
 
     def commit(self) -> None:
         """Put the staged content live. An interrupt comes before it or after it (see `committed`), never in the middle."""
-        large = [(live, staged) for live, staged in self.pairs if live.numel() > HANDLE]
-        small = [(live, staged) for live, staged in self.pairs if live.numel() <= HANDLE]
+        small: list[tuple[torch.Tensor, torch.Tensor]] = []
+        large: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for live, staged in self.pairs:
+            (small if live.numel() <= HANDLE and live.device.type == "cpu" else large).append((live, staged))
         calls: list[tuple[Callable[[Any, Any], Any], Any, Any]] = [
             (_setter(holder), key, new) for holder, key, _, new in self.scalars
         ]
@@ -142,7 +144,7 @@ def _byte_pairs(pairs: list[tuple[str, torch.Tensor, torch.Tensor]]) -> list[tup
     """Flat byte views of the memory to swap, every byte once, however many tensors look at it."""
     groups: dict[int, list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
     for path, live, staged in pairs:
-        if layout(live) != layout(staged):
+        if not same_layout(live, staged):
             raise UnsupportedLayer(f"{path}: the processed weight is {layout(staged)}, the live one {layout(live)}")
         if live.numel():
             groups.setdefault(storage_key(live), []).append((path, live, staged))
@@ -150,12 +152,11 @@ def _byte_pairs(pairs: list[tuple[str, torch.Tensor, torch.Tensor]]) -> list[tup
     used: dict[int, str] = {}
     for group in groups.values():
         first_path, first_live, first_staged = group[0]
-        same = all(
-            storage_key(staged) == storage_key(first_staged) and staged.storage_offset() == live.storage_offset()
-            for _, live, staged in group
-        )
-        size = first_live.untyped_storage().nbytes()
-        if same and first_staged.untyped_storage().nbytes() == size:
+        same = first_live.untyped_storage().nbytes() == first_staged.untyped_storage().nbytes()
+        for _, live, staged in group:
+            same &= staged.storage_offset() == live.storage_offset()
+            same &= staged is first_staged or storage_key(staged) == storage_key(first_staged)
+        if same:
             members = [(first_path, _storage_bytes(first_live), _storage_bytes(first_staged))]
         else:
             members = _disjoint(group)

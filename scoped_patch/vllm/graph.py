@@ -32,12 +32,13 @@ class Reached:
 
     Attributes:
         tensors: every tensor.
-        scalars: every bool, int and float, with its holder and key: processing may derive some from weights.
+        scalars: every bool, int and float by the path of its holder: (holder, {key: value}). Processing may derive some from
+            weights.
         opaque: objects of compiled code that may hide tensors.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    scalars: dict[str, tuple[Any, Any, bool | int | float]] = field(default_factory=dict)
+    scalars: dict[str, tuple[Any, dict[Any, bool | int | float]]] = field(default_factory=dict)
     opaque: list[str] = field(default_factory=list)
 
 
@@ -50,66 +51,80 @@ def reach(layer: torch.nn.Module, tree: Container[int], numbers: bool = True) ->
     out = Reached()
     tensors, scalars, roles = out.tensors, out.scalars, _roles
     seen: set[int] = {id(layer)}
-    stack: list[tuple[str, Any, int]] = []
+    stack: list[tuple[str, str, Any, int]] = []
     groups, depth = _members_of_module(layer, ""), 1
     while True:
-        for holder, before, after, items in groups:
+        for holder, before, after, items, skipped in groups:
+            own: dict[Any, bool | int | float] | None = None
             for key, value in items:
-                kind = roles.get(type(value)) or _role(type(value))
-                if kind == "leaf" or (kind == "scalar" and not numbers):
+                role = roles.get(type(value)) or _role(type(value))
+                if role == "leaf" or key in skipped:
                     continue
-                path = f"{before}{key!r}]" if after == "]" else f"{before}{key}{after}"
-                if kind == "tensor":
-                    tensors[path] = value
-                elif kind == "scalar":
-                    scalars[path] = (holder, key, value)
+                if role == "scalar":
+                    if numbers:
+                        if own is None:
+                            own = scalars.setdefault(before, (holder, {}))[1]
+                        own[key] = value
+                    continue
+                if role == "tensor":
+                    tensors[f"{before}{key!r}]" if after == "]" else f"{before}{key}{after}"] = value
                 elif id(value) in seen or id(value) in tree or depth > MAX_DEPTH:
                     continue
                 else:
                     seen.add(id(value))
-                    if kind == "opaque":
+                    path = f"{before}{key!r}]" if after == "]" else f"{before}{key}{after}"
+                    if role == "opaque":
                         out.opaque.append(path)
                     else:
-                        stack.append((path, value, depth))
+                        stack.append((role, path, value, depth))
         if not stack:
             return out
-        path, value, depth = stack.pop()
-        groups, depth = _members(value, path), depth + 1
+        role, path, value, depth = stack.pop()
+        groups, depth = _members(role, value, path), depth + 1
 
 
 _roles: dict[Any, str] = {}
-# Members that are reached alike: who holds them, what their paths begin and end with, and (key, member).
-_Group = tuple[Any, str, str, Iterable[tuple[Any, Any]]]
+# Members that are reached alike: who holds them, what their paths begin and end with, (key, member), keys to leave out.
+_Group = tuple[Any, str, str, Iterable[tuple[Any, Any]], Container[Any]]
 
 
 def _role(kind: Any) -> str:
     """What a walk does with values of this type; asked for thousands of values of few types."""
-    found = "opaque" if issubclass(kind, torch.ScriptObject) else "inner"
-    for role, of in (("tensor", torch.Tensor), ("leaf", enum.Enum), ("scalar", _SCALARS), ("leaf", _LEAVES)):
+    for role, of in (
+        ("tensor", torch.Tensor),
+        ("leaf", enum.Enum),
+        ("scalar", _SCALARS),
+        ("leaf", _LEAVES),
+        ("opaque", torch.ScriptObject),
+        ("module", torch.nn.Module),
+        ("dict", dict),
+        ("items", (list, tuple, set, frozenset)),
+        ("function", types.FunctionType),
+        ("bound", types.MethodType),
+        ("partial", functools.partial),
+    ):
         if issubclass(kind, of):
-            found = role
-            break
-    _roles[kind] = found
-    return found
+            _roles[kind] = role
+            return role
+    _roles[kind] = "leaf" if is_closed_kind(kind) else "object"
+    return _roles[kind]
 
 
-def _members(value: Any, path: str) -> list[_Group]:
-    if isinstance(value, torch.nn.Module):
+def _members(role: str, value: Any, path: str) -> list[_Group]:
+    if role == "module":
         return _members_of_module(value, path)
-    if isinstance(value, dict):
-        return [(value, f"{path}[", "]", value.items())]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [(value if isinstance(value, list) else None, f"{path}[", "]", enumerate(value))]
-    if isinstance(value, types.FunctionType):
-        return [(None, f"{path}<", ">", _captured(value))]
-    if isinstance(value, types.MethodType):
-        return [(None, f"{path}.", "", (("__self__", value.__self__),))]
-    if isinstance(value, functools.partial):
-        return [(None, f"{path}(", ")", enumerate((value.func, *value.args, *value.keywords.values())))]
-    if is_closed(value):
-        return []
+    if role == "dict":
+        return [(value, f"{path}[", "]", value.items(), ())]
+    if role == "items":
+        return [(value if isinstance(value, list) else None, f"{path}[", "]", enumerate(value), ())]
+    if role == "function":
+        return [(None, f"{path}<", ">", _captured(value), ())]
+    if role == "bound":
+        return [(None, f"{path}.", "", (("__self__", value.__self__),), ())]
+    if role == "partial":
+        return [(None, f"{path}(", ")", enumerate((value.func, *value.args, *value.keywords.values())), ())]
     slots = [(k, getattr(value, k)) for k in _slots(type(value)) if hasattr(value, k)]  # type: ignore[arg-type]
-    return [(value, f"{path}.", "", getattr(value, "__dict__", {}).items()), (value, f"{path}.", "", slots)]
+    return [(value, f"{path}.", "", getattr(value, "__dict__", {}).items(), ()), (value, f"{path}.", "", slots, ())]
 
 
 def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -128,21 +143,19 @@ def _slots(kind: Any) -> tuple[str, ...]:
 
 def _members_of_module(module: torch.nn.Module, path: str) -> list[_Group]:
     dot = f"{path}." if path else ""
-    own = [(k, v) for k, v in vars(module).items() if k not in _MODULE_INTERNALS]
-    groups: list[_Group] = [(None, dot, "", module._parameters.items()), (None, dot, "", module._buffers.items())]
-    groups.append((module, dot, "", own))
+    groups: list[_Group] = [
+        (None, dot, "", module._parameters.items(), ()),
+        (None, dot, "", module._buffers.items(), ()),
+        (module, dot, "", vars(module).items(), _MODULE_INTERNALS),
+    ]
     if path:  # a module that is no part of the model's tree: a kernel object, say
-        groups.append((None, dot, "", module._modules.items()))
+        groups.append((None, dot, "", module._modules.items(), ()))
     return groups
-
-
-def is_closed(value: Any) -> bool:
-    """Configurations, process groups and the like: shared by all layers, never part of a layer's weights."""
-    return is_closed_kind(type(value))  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=1024)
 def is_closed_kind(kind: Any) -> bool:
+    """Configurations, process groups and the like: shared by all layers, never part of a layer's weights."""
     return kind.__module__.startswith(_CLOSED) or any(of.__name__ == "QuantizationConfig" for of in kind.__mro__)
 
 
@@ -162,6 +175,10 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 def layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype, tuple[int, ...], torch.device]:
     return tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device
+
+
+def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype is b.dtype and a.shape == b.shape and a.stride() == b.stride() and a.device == b.device
 
 
 def address(tensor: torch.Tensor) -> int:

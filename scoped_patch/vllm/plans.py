@@ -56,6 +56,8 @@ class _Known:
     signature: dict[str, Any]
     plans: dict[Key, Plan]
     distrusted: bool = False
+    watched: Any = None  # how it was processed when that was watched; see `familiar`
+    misses: int = 0  # how often in a row nothing could be learned from it
 
 
 _known: weakref.WeakKeyDictionary[torch.nn.Module, _Known] = weakref.WeakKeyDictionary()
@@ -69,13 +71,14 @@ class Plans:
         self._classes: dict[type, tuple[Any, ...]] = {}
 
     def get(self, layer: ShadowLayer, key: Key) -> Plan | None:
-        return self._of(layer).plans.get(key)
+        return self.of(layer).plans.get(key)
 
     def distrust(self, layer: ShadowLayer) -> None:
         """One of the layer's loaders keeps books, which any other may read: from now on all of them run."""
-        known = self._of(layer)
+        known = self.of(layer)
         known.distrusted = True
         known.plans.clear()
+        known.watched = None
 
     def learn(
         self,
@@ -92,21 +95,21 @@ class Plans:
             tensors: the parameter and the weight.
             boxes: what each copy covered in the parameter, in order.
         """
-        known = self._of(layer)
+        known = self.of(layer)
         plan = None if known.distrusted else _plan_of(trace, *tensors, boxes)
         if plan is not None:
             known.plans[key] = plan
 
-    def _of(self, layer: ShadowLayer) -> _Known:
+    def of(self, layer: ShadowLayer) -> _Known:
         """What is known of the layer; forgotten when a number or name that the layer or a parameter holds has changed, or a
         method of their classes."""
         known = self._layers.get(layer)
         if known is None:
-            signature: dict[str, Any] = {"": (self._methods(type(layer.live)), _plain(layer.live.__dict__))}
+            signature: dict[str, Any] = {"": (self._methods(type(layer.live)), plain(layer.live.__dict__))}
             for name, staged in layer.params.items():
                 face = staged.face(layer, name)
                 about = staged.shape, staged.stride, staged.dtype
-                signature[name] = (*about, self._methods(type(face)), _plain(face.__dict__))
+                signature[name] = (*about, self._methods(type(face)), plain(face.__dict__))
             known = _known.get(layer.live)
             if known is None or known.signature != signature:
                 known = _known[layer.live] = _Known(signature, {})
@@ -218,25 +221,36 @@ def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
+def plain(attributes: dict[str, Any]) -> dict[str, Any]:
     """What a loader may decide by: numbers, names, containers of them, and those within small objects (shard indices)."""
     out: dict[str, Any] = {}
     for key, value in attributes.items():
-        if isinstance(value, _PLAIN):
+        kind = _kinds.get(type(value)) or _kind(type(value))
+        if kind == "plain":
             out[key] = value
-        elif type(value) in (list, tuple, torch.Size):
+        elif kind == "list":
             if _is_plain(value):
                 out[key] = tuple(value)
-        elif type(value) is set:
+        elif kind == "set":
             if _is_plain(value):
                 out[key] = frozenset(value)
-        elif type(value) is dict:
+        elif kind == "dict":
             if _is_plain(value.values()):
                 out[key] = tuple(value.items())
-        elif is_dataclass(value) and not isinstance(value, type):
+        elif kind == "data":
             out[key] = {k: v for k, v in getattr(value, "__dict__", {}).items() if isinstance(v, _PLAIN)}
     return out
 
 
+_kinds: dict[Any, str] = {}
+
+
+def _kind(of: Any) -> str:
+    """How `plain` takes values of this type; asked for thousands of values of few types."""
+    kinds = {list: "list", tuple: "list", torch.Size: "list", set: "set", dict: "dict"}
+    _kinds[of] = "plain" if issubclass(of, _PLAIN) else kinds.get(of, "data" if is_dataclass(of) else "other")
+    return _kinds[of]
+
+
 def _is_plain(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, _PLAIN) for value in values)
+    return all((_kinds.get(type(value)) or _kind(type(value))) == "plain" for value in values)

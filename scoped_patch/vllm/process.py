@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from .errors import UnsupportedLayer
-from .graph import layout, reach, storage_key
-from .shadow import ShadowLayer, is_attention, is_method
+from .graph import reach, same_layout, storage_key
+from .kinds import is_attention, is_method
+from .shadow import ShadowLayer
 
 
 @dataclass
@@ -45,19 +46,20 @@ def _processed_state(layer: ShadowLayer, tree: Container[int]) -> Processed:
     absent: list[str] = []
     kept: list[str] = []
     problems = [f"{path} is a compiled object that may hide weights" for path in {*live.opaque, *new.opaque}]
+    moving: set[int] = set()
     for path, tensor in live.tensors.items():
         other = new.tensors.get(path)
         if other is None:
             absent.append(path)
-        elif other is tensor or storage_key(other) == storage_key(tensor):
+        elif other is tensor or storage_key(other) == (key := storage_key(tensor)):
             kept.append(path)
         elif tensor.numel() == 0 == other.numel():
             continue  # a weight that moved into a packed copy
-        elif other.is_meta or layout(other) != layout(tensor):
+        elif other.is_meta or not same_layout(other, tensor):
             problems.append(f"{path} is {_show(tensor)} in the live layer, but came out as {_show(other)}")
         else:
             pairs.append((f"{layer.name}.{path}", tensor, other))
-    moving = {storage_key(tensor) for _, tensor, _ in pairs}
+            moving.add(key)
 
     def _may_be_stale(path: str) -> bool:
         # What a method or kernel object held before and holds now may have been derived from the old weights.
@@ -70,18 +72,23 @@ def _processed_state(layer: ShadowLayer, tree: Container[int]) -> Processed:
         # A view of a tensor that is exchanged shows the new content by itself; scratch space is zero between calls.
         if storage_key(tensor) not in moving and not _is_scratch(tensor):
             problems.append(f"{path} ({_show(tensor)}) was not made anew by processing")
-    if is_method(layer.method) and not is_attention(layer.live):
+    if kept and is_method(layer.method) and not is_attention(layer.live):
         problems += [f"{p} ({_show(live.tensors[p])}) was kept as it was by processing" for p in kept if _may_be_stale(p)]
+    scalars = []
+    for path, (holder, values) in live.scalars.items():
+        others = new.scalars.get(path, (None, values))[1]
+        if others != values:
+            changed = [k for k, v in values.items() if k in others and others[k] != v and v == v and k is not None]
+            scalars += [(holder, k, values[k], others[k]) for k in changed]
+            if holder is None:  # a tuple, a closure, the arguments of a partial
+                problems += [
+                    f"{path}{k} is {others[k]!r} now, and nothing can put that in place of {values[k]!r}" for k in changed
+                ]
     if problems:
         raise UnsupportedLayer(
             f"{layer.name} ({type(layer.live).__name__}, {type(layer.method).__name__}): the new weights cannot take the "
             f"place of the live ones: {'; '.join(sorted(problems))}. Nothing was changed."
         )
-    scalars = [
-        (holder, key, value, new.scalars[path][2])
-        for path, (holder, key, value) in live.scalars.items()
-        if path in new.scalars and new.scalars[path][2] != value and value == value and key is not None
-    ]
     return Processed(layer.name, pairs, scalars)
 
 

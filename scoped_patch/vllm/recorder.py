@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from .errors import UnsupportedLayer
 from .graph import storage_key
@@ -49,17 +49,45 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._on_write = on_write
         self._redirect = redirect
         self._guarding = False
+        self.met_live = False  # whether an operator was given a live tensor, to read even, since `guard` was entered
         self.trace: list[tuple[Any, Any, Any]] | None = None  # (operator, arguments) of all but views, if anyone asks
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
         """Refuse writes to live tensors, and no more: a layer is being processed."""
         outer, self._guarding = self._guarding, True
+        self.met_live = False
         try:
-            with self:
+            with contextlib.nullcontext() if self.watching else self:
                 yield
         finally:
             self._guarding = outer
+
+    def _meet(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                self.met_live |= value.untyped_storage()._cdata in self._live and value.numel() > 0
+            elif isinstance(value, (list, tuple)):
+                self._meet(value)
+
+    @property
+    def watching(self) -> bool:
+        """Whether operators come here first."""
+        return _get_current_dispatch_mode() is self
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """Let operators run unseen, if they come here first: what is processed is known to meet nothing live."""
+        _pop_mode()
+        try:
+            yield
+        finally:
+            _push_mode(self)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not by torch's wrapper around every operator: there is nothing to compile, and it takes as long as the look here."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         places = _written.get(func)
@@ -67,6 +95,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             places = _written_arguments(func)
         if self.trace is not None and func not in VIEWS:
             self.trace.append((func, args, kwargs))
+        if self._guarding and not self.met_live:
+            self._meet((*args, *kwargs.values()) if kwargs else args)
         if not places:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}

@@ -8,7 +8,9 @@ quantisation methods' own processing run on it unchanged, while the live model g
 from __future__ import annotations
 
 import functools
+import operator
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +18,10 @@ import torch
 
 from ..engine.errors import UnsupportedError
 from .coverage import Box, Coverage
-from .graph import holds_tensors, is_closed_kind, storage_key
+from .graph import holds_tensors, storage_key
+from .kinds import KINDS, is_attention, is_method, is_plain, kind_of, why_optional
 
 _PLAIN = frozenset({str, bytes, int, float, bool, type(None), torch.dtype, torch.device})
-_ATOMS = _PLAIN | {types.FunctionType}
 _TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 SMALL = 1 << 20  # bytes; larger plain tensors (KV caches above all) are never copied
 
@@ -58,7 +60,8 @@ class Staged:
 
     @property
     def processed(self) -> bool:
-        return any(layer.processed for layer, _ in self.owners)
+        first = self.owners[0][0].processed
+        return first if len(self.owners) == 1 else any(layer.processed for layer, _ in self.owners)
 
     @property
     def lenient(self) -> bool:
@@ -134,11 +137,12 @@ class Shadow:
         state["_non_persistent_buffers_set"] = set(live._non_persistent_buffers_set)
         rebuilt = is_method(layer.method) and not is_attention(live)
         for key, value in live.__dict__.items():
-            if type(value) in _PLAIN or key in _TABLES:
+            kind = KINDS.get(type(value)) or kind_of(type(value))
+            if kind == "shared" or key in _TABLES:
                 continue
-            if rebuilt and (isinstance(value, torch.Tensor) or holds_tensors(value)):
+            if rebuilt and (kind == "tensor" or holds_tensors(value)):
                 del state[key]  # derived by processing: must be made anew, never shared with the live layer
-            elif isinstance(value, torch.Tensor):
+            elif kind == "tensor":
                 state[key] = value.clone() if value.nbytes <= SMALL and not value.is_meta else value
             else:
                 state[key] = self._clone(value)
@@ -189,24 +193,25 @@ class Shadow:
 
     def _clone(self, value: Any, depth: int = 0) -> Any:
         """Copies of vLLM's own objects (methods, schemes, kernels), with references to modules turned to their shadows."""
-        if type(value) in _ATOMS:
+        kind = KINDS.get(type(value)) or kind_of(type(value))
+        if kind in ("shared", "function", "tensor"):
             return value
         if id(value) in self._memo:
             return self._memo[id(value)]
-        if isinstance(value, (list, tuple, set)) and type(value) in (list, tuple, set):
+        if kind == "items":
             items = [self._clone(v, depth + 1) for v in value]
-            return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
-        if type(value) is dict:
+            return value if all(map(operator.is_, items, value)) else type(value)(items)
+        if kind == "dict":
             pairs = {k: self._clone(v, depth + 1) for k, v in value.items()}
-            return value if all(pairs[k] is v for k, v in value.items()) else pairs
-        if isinstance(value, types.MethodType):
+            return value if all(map(operator.is_, pairs.values(), value.values())) else pairs
+        if kind == "bound":
             owner = self._clone(value.__self__, depth + 1)
             return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
-        if isinstance(value, functools.partial):
+        if kind == "partial":
             args = [self._clone(v, depth + 1) for v in value.args]
             keywords = {k: self._clone(v, depth + 1) for k, v in value.keywords.items()}
             return functools.partial(self._clone(value.func, depth + 1), *args, **keywords)
-        if not _copied(type(value)) or not hasattr(value, "__dict__") or depth > 40:  # type: ignore[arg-type]
+        if kind == "module" or not hasattr(value, "__dict__") or depth > 40:
             return value
         out = object.__new__(type(value))
         self._memo[id(value)] = out
@@ -214,16 +219,6 @@ class Shadow:
         for k, v in vars(value).items():
             out.__dict__[k] = self._clone(v, depth + 1)
         return out
-
-
-@functools.lru_cache(maxsize=1024)
-def _copied(kind: Any) -> bool:
-    if not kind.__module__.startswith(("vllm.model_executor", "vllm.v1.attention")) or is_closed_kind(kind):
-        return False
-    # What owns a C++ handle frees it when it dies: two owners would free it twice.
-    if issubclass(kind, (type, torch.Tensor)) or hasattr(kind, "__del__"):
-        return False
-    return issubclass(kind, torch.nn.Module) or "__new__" not in vars(kind)
 
 
 @functools.cache
@@ -283,55 +278,20 @@ def dress(tensor: torch.Tensor, template: torch.Tensor, owner: torch.nn.Module) 
             tensor.__dict__[key] = types.MethodType(value.__func__, owner)
 
 
-def is_method(method: Any) -> bool:
-    return _is_method(type(method))  # type: ignore[arg-type]
+def containers(name: str) -> Iterator[str]:
+    """The names of the modules around a module: "a.b", "a" and "" of "a.b.c"."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
-@functools.lru_cache(maxsize=1024)
-def _is_method(kind: Any) -> bool:
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-
-    return issubclass(kind, QuantizeMethodBase)
-
-
-def is_attention(module: torch.nn.Module) -> bool:
-    """Layers whose processing reads other layers' weights, so that vLLM processes them last."""
-    return _is_attention(type(module))  # type: ignore[arg-type]
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_attention(kind: Any) -> bool:
-    return any(
-        of.__name__ in ("AttentionLayerBase", "MMEncoderAttention", "Attention", "MLAAttention") for of in kind.__mro__
-    ) and callable(getattr(kind, "process_weights_after_loading", None))
-
-
-def is_plain(method: Any) -> bool:
-    """Does the live parameter keep the checkpoint's format and content?"""
-    return not is_method(method) or type(method).__name__.startswith("Unquantized")
-
-
-def is_kv_cache_method(method: Any) -> bool:
-    return _is_kv_cache_method(type(method))  # type: ignore[arg-type]
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_kv_cache_method(kind: Any) -> bool:
-    return any(of.__name__ == "BaseKVCacheMethod" for of in kind.__mro__)
-
-
-def why_optional(module: torch.nn.Module, name: str) -> str | None:
-    """Parameters that vLLM creates and a checkpoint of this kind need not have."""
-    method = getattr(module, "quant_method", None)
-    if is_kv_cache_method(method):
-        return "KV-cache scales default to 1"
-    if name.endswith("input_global_scale") and is_weight_only(method):
-        return "a weight-only scheme reads no activation scale"
-    return None
-
-
-def is_weight_only(method: Any) -> bool:
-    """Whether an NVFP4 MoE method runs without quantised activations, however its version says so."""
-    if getattr(method, "use_a16", False):
-        return True
-    return getattr(getattr(method, "nvfp4_backend", None), "name", "") == "MARLIN"
+def tied_group(layer: ShadowLayer) -> list[ShadowLayer]:
+    """The layers that share a parameter with this one, itself included: they are processed and committed together."""
+    group, todo = [layer], [layer]
+    while todo:
+        for staged in todo.pop().params.values():
+            for owner, _ in staged.owners:
+                if all(owner is not known for known in group):
+                    group.append(owner)
+                    todo.append(owner)
+    return group

@@ -35,6 +35,7 @@ class Source:
         self.failure: BaseException | None = None  # of the caller's own iterable
         self.refused: TypeError | None = None  # what it gave is no pair
         self.on_device: set[torch.device] = set()
+        self._latest: torch.Tensor | None = None  # what goes by `current`; most loaders get that very object
         # By storage: the spans of memory handed to the loader, each while the loader may still hold it.
         self._handed: dict[int, list[tuple[int, int, str, weakref.ref[torch.Tensor]]]] = {}
 
@@ -46,7 +47,7 @@ class Source:
             try:
                 pair = next(iterator)
             except StopIteration:
-                self.current = None
+                self.current = self._latest = None
                 return
             except BaseException as error:
                 self.failure = error
@@ -63,8 +64,10 @@ class Source:
                 self.on_device.add(tensor.device)
             start = tensor.data_ptr()
             spans = self._handed.setdefault(tensor.untyped_storage().data_ptr(), [])
-            spans[:] = [span for span in spans if span[3]() is not None]
+            if len(spans) & (len(spans) - 1) == 0:  # now and then: a bucket may be one storage with thousands of tensors
+                spans[:] = [span for span in spans if span[3]() is not None]
             spans.append((start, start + tensor.nbytes, name, weakref.ref(tensor)))
+            self._latest = tensor
             yield name, tensor
 
     def _checked(self, pair: Any) -> tuple[str, torch.Tensor]:
@@ -101,7 +104,7 @@ class Source:
         Raises:
             RejectedWeight: its memory was handed out again, under a later name, before the loader read it.
         """
-        if tensor is not None and not tensor.is_meta:
+        if tensor is not None and tensor is not self._latest and not tensor.is_meta:
             at = tensor.data_ptr()
             spans = self._handed.get(tensor.untyped_storage().data_ptr(), [])
             names = [name for start, stop, name, held in spans if start <= at < stop and held() is not None]

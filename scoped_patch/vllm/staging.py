@@ -7,18 +7,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .checks import check_use, check_values
 from .coverage import Box, box_of_view, overlap
 from .errors import RejectedWeight
+from .familiar import Familiar
 from .graph import address, raw_bytes, reach, storage_key
+from .kinds import is_attention, is_kv_cache_method, is_method
 from .manifest import missing_by_layer
 from .pages import advise
 from .plans import Books, Plans, Watch, key_of, run
 from .process import Processed, processed_state
 from .recorder import Recorder
-from .shadow import Shadow, ShadowLayer, Staged, is_attention, is_kv_cache_method, is_method
+from .shadow import Shadow, ShadowLayer, Staged, containers, tied_group
 from .source import Source
 from .target import Site
 
@@ -55,6 +56,7 @@ class StagedModel:
                     self._live.setdefault(storage_key(tensor), f"{layer.name}.{path}")
                     self._hold.append(tensor)
         self._plans = Plans()
+        self._familiar = Familiar(self._plans)
         self._recorder = Recorder(self._live, self._wrote, self._redirect)
         for staged in self.staged():
             self._install_loaders(staged)
@@ -91,7 +93,7 @@ class StagedModel:
     ) -> Any:
         layer, attribute = staged.owners[at]
         face, own = staged.faces[at], layer.shadow._parameters.get(attribute)
-        weight = None
+        weight, mine = None, bool(args) and (args[0] is face or args[0] is own)
         for given in (*args, *kwargs.values()):
             if isinstance(given, torch.Tensor) and given is not face and given is not own:
                 weight = given
@@ -105,12 +107,13 @@ class StagedModel:
             raise RejectedWeight(name, "loader", f"{name}: arrived after {staged.owners[0][0].name} was complete without it")
         if weight is not None and weight.is_floating_point() != staged.is_floating_point:
             raise RejectedWeight(name, "dtype", f"{name}: is {weight.dtype}, but {staged.label} holds {staged.dtype}")
-        real = self._materialise(staged)
         outer = self._call, self._recorder.trace
         if outer[1] is not None:
             outer[1].append((loader, args, kwargs))  # a loader that calls another does more than its own copies
-        key = None if kwargs or weight is None or not (args[0] is face or args[0] is own) else key_of(staged, loader, args)
+        key = None if kwargs or weight is None or not mine else key_of(staged, loader, args)
         plan = None if key is None else self._plans.get(layer, key)
+        # A plan of one copy that covers everything leaves nothing of what was there before.
+        real = self._materialise(staged, blank=plan is not None and len(plan) == 1 and plan[0][0] is None)
         if plan is not None:
             run(plan, real, args[1])
             self._credit(staged, name, [box for _, _, box in plan])
@@ -180,9 +183,10 @@ class StagedModel:
             raise RejectedWeight(name, "loader", f"{name}: arrived after {staged.owners[0][0].name} was complete without it")
         return self._materialise(staged)
 
-    def _materialise(self, staged: Staged) -> torch.Tensor:
+    def _materialise(self, staged: Staged, blank: bool = False) -> torch.Tensor:
+        """The real tensor of a parameter. `blank`: if it is new, what is in it does not matter."""
         if staged.real is None:
-            staged.real = self._allocate(staged)
+            staged.real = self._allocate(staged, blank)
             self._reals[storage_key(staged.real)] = staged
             with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
                 for (owner, attribute), face in zip(staged.owners, staged.faces, strict=True):
@@ -193,19 +197,19 @@ class StagedModel:
                     owner.shadow._parameters[attribute] = view  # type: ignore[assignment]
         return staged.real
 
-    def _allocate(self, staged: Staged) -> torch.Tensor:
+    def _allocate(self, staged: Staged, blank: bool) -> torch.Tensor:
         layer, name = staged.owners[0]
         with torch._C._DisableTorchDispatch():
             real = torch.empty_strided(staged.shape, staged.stride, dtype=staged.dtype, device=self.site.device_of(layer.live))
             advise(real)
+            if blank:
+                return real
             if len(staged.shape) < 3 and staged.numel <= 4096:
                 # Some loaders compare a scale with what is there before they write it; created scales start from 1.
                 real.fill_(1)
-        if self.carry and staged.carried is not None:
-            with _disable_current_modes():
+            if self.carry and staged.carried is not None:
                 real.copy_(staged.carried.data)
-        elif staged.optional and is_kv_cache_method(layer.method):
-            with _disable_current_modes():
+            elif staged.optional and is_kv_cache_method(layer.method):
                 self._default(layer, name, real)
         return real
 
@@ -223,8 +227,8 @@ class StagedModel:
         """Process the layers that `staged` made whole (None: look at all, for loaders that write directly)."""
         layers = self.shadow.layers if staged is None else [layer for layer, _ in staged.owners]
         for layer in layers:
-            if not layer.processed and (staged is not None or layer.touched):
-                group = _tied_group(layer) if any(p.tied for p in layer.params.values()) else [layer]
+            if not layer.processed and (staged is not None or layer.touched) and self._ready(layer):
+                group = tied_group(layer) if any(p.tied for p in layer.params.values()) else [layer]
                 if len(group) > 1 and not final:
                     continue  # another name may still write the same place, and must agree
                 if all(map(self._ready, group)):
@@ -237,23 +241,26 @@ class StagedModel:
         return all(p.coverage.complete() or (p.optional is not None and not p.sources) for p in layer.params.values())
 
     def _process(self, group: list[ShadowLayer]) -> None:
-        results: list[Processed] = []
-        with _disable_current_modes(), torch.no_grad():
-            for layer in group:
-                for name, staged in layer.params.items():
-                    check_values(staged)
-                    if staged.real is None and staged.optional is not None:
-                        self._supply(layer, name, staged)
-                layer.processed = True
-                with self._recorder.guard(), self.site.context() if self.site.outside else contextlib.nullcontext():
-                    self._run_processing(layer)
-                results.append(processed_state(layer, self.shadow.tree))
-            for layer in group:
-                for staged in layer.params.values():
-                    self._forget(staged)
-            if self.on_complete(results):
+        with torch.no_grad():
+            with torch._C._DisableTorchDispatch():
                 for layer in group:
-                    self._release(layer)
+                    check_values(layer)
+                    for name, staged in layer.params.items():
+                        if staged.real is None and staged.optional is not None:
+                            self._supply(layer, name, staged)
+            for layer in group:
+                layer.processed = True
+                if is_method(layer.method) or is_attention(layer.live):
+                    with self._familiar.watch(layer, self._recorder), self.site.processing():
+                        self._run_processing(layer)
+            with torch._C._DisableTorchDispatch():
+                results = [processed_state(layer, self.shadow.tree) for layer in group]
+                for layer in group:
+                    for staged in layer.params.values():
+                        self._forget(staged)
+                if self.on_complete(results):
+                    for layer in group:
+                        self._release(layer)
 
     def _forget(self, staged: Staged) -> None:
         """What was made of a parameter is kept elsewhere, and may be laid out anew: do not hold both."""
@@ -290,12 +297,11 @@ class StagedModel:
         """Process the layers that read other layers' weights, once all of those are done."""
         for layer in self._released:  # what they read now is live
             layer.shadow.__dict__ = layer.live.__dict__
+        above = {name for layer in self.shadow.layers if layer.processed for name in containers(layer.name)}
         for layer in self.shadow.layers:
             if layer.processed or not is_attention(layer.live):
                 continue
-            prefix = f"{layer.name}." if layer.name else ""
-            below = any(o.processed and o.name.startswith(prefix) and o is not layer for o in self.shadow.layers)
-            if layer.touched or below:
+            if layer.touched or layer.name in above:
                 self._process([layer])
 
     # ------------------------------------------------------------------------------------------------- the end
@@ -307,7 +313,7 @@ class StagedModel:
         """Process the touched layers whose rest is carried over from the live parameters (`expect="partial"` or names)."""
         for layer in self.shadow.layers:
             if layer.touched and not layer.processed and not is_attention(layer.live):
-                group = _tied_group(layer)
+                group = tied_group(layer)
                 for one in group:
                     for name, staged in one.params.items():
                         if staged.real is None and staged.carried is not None:
@@ -333,15 +339,3 @@ class StagedModel:
         self._reals.clear()
         self._addresses.clear()
         self._hold.clear()
-
-
-def _tied_group(layer: ShadowLayer) -> list[ShadowLayer]:
-    """The layers that share a parameter with this one, itself included: they are processed and committed together."""
-    group, todo = [layer], [layer]
-    while todo:
-        for staged in todo.pop().params.values():
-            for owner, _ in staged.owners:
-                if all(owner is not known for known in group):
-                    group.append(owner)
-                    todo.append(owner)
-    return group

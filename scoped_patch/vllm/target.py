@@ -35,7 +35,7 @@ class Site:
     runner: Any = None
     engine: Any = None
     _devices: dict[int, torch.device] = field(default_factory=dict)
-    _inside: bool = False  # the context is entered for every layer, mostly within that of a whole load
+    _inside: bool = False  # whether `context` is entered
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,10 +66,11 @@ class Site:
             self._devices[id(layer)] = tensors[0].device if tensors else self.device
         return self._devices[id(layer)]
 
-    @property
-    def outside(self) -> bool:
-        """Whether `context` has anything to enter."""
-        return not self._inside or self.device.type != "cpu"
+    def processing(self) -> contextlib.AbstractContextManager[Any]:
+        """`context`, or what of it is not entered yet: cheap within that of a whole load, since every layer asks for it."""
+        if not self._inside:
+            return self.context()
+        return contextlib.nullcontext() if self.device.type == "cpu" else self.device
 
     @contextlib.contextmanager
     def context(self, on_device: bool = True) -> Iterator[None]:

@@ -12,6 +12,7 @@ import pytest
 HAVE_VLLM = importlib.util.find_spec("vllm") is not None
 ENGINE_TESTS = {
     "test_reload.py",
+    "test_familiar.py",
     "test_faults.py",
     "test_targets.py",
     "test_target_classes.py",

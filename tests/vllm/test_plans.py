@@ -350,3 +350,25 @@ def test_a_method_that_a_loader_calls_may_be_patched_between_updates(engine: Any
     monkeypatch.setattr(RowvLLMParameter, "load_row_parallel_weight", patched)
     reload(engine, 1)
     assert engine.state[1][f"{NAME}.weight_packed"].numel() in seen
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_only_what_is_overwritten_as_a_whole_has_no_initial_value(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """A fused scale's shards are copied one by one, and their loaders may be run in between."""
+    blank: dict[str, bool] = {}
+    allocate = staging.StagedModel._allocate
+
+    def noting(self: Any, staged: Any, is_blank: bool) -> torch.Tensor:
+        blank[staged.label] = is_blank
+        return allocate(self, staged, is_blank)
+
+    reload(engine, 1)
+    monkeypatch.setattr(staging.StagedModel, "_allocate", noting)
+    items = list(engine.state[0].items())
+    reload(engine, 0, items if at == 0 else reversed(items))
+    assert blank[f"{NAME}.weight_scale"]
+    assert blank["model.norm.weight"]
+    assert not blank["model.layers.0.self_attn.qkv_proj.weight_global_scale"]
+    assert not blank["model.layers.0.self_attn.qkv_proj.weight_packed"]
