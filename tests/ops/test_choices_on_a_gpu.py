@@ -99,8 +99,34 @@ def test_logits_are_kept_where_they_fit(monkeypatch, asked, free, cached, captur
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500 + cached)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 500)
     monkeypatch.setattr(memory, "_CUDA_BLOCK", 1999)
+    monkeypatch.setattr(memory, "_answers", {})
     assert memory.keeps_logits(asked, 10, 48, torch.device("cuda")) is wanted
     assert not memory.keeps_logits(memory.AUTO, 10, 48, torch.device("cpu"))
+
+
+def test_an_ample_answer_about_memory_lasts_a_second(monkeypatch):
+    asked, now, free = [], 100.0, 8000
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (asked.append(device), (free, 1 << 40))[1])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(memory, "_CUDA_BLOCK", 1)
+    monkeypatch.setattr(memory, "_answers", {})
+    monkeypatch.setattr(memory.time, "monotonic", lambda: now)
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    # 10 rows of 48 words take 1000 bytes, 20 rows 2000; a quarter of 8000 is allowed
+    for device, rows, at, left, wanted, asks in (
+        (first, 10, 100.0, 8000, True, 1),
+        (first, 10, 100.9, 0, True, 1),
+        (first, 20, 100.9, 8000, True, 2),  # more than half of what was allowed
+        (second, 10, 101.0, 0, False, 3),
+        (first, 10, 101.8, 0, True, 3),
+        (first, 10, 102.0, 0, False, 4),
+        (first, 10, 102.1, 8000, True, 5),  # a refusal does not last
+    ):
+        now, free = at, left
+        assert memory.keeps_logits(memory.AUTO, rows, 48, device) is wanted
+        assert len(asked) == asks
 
 
 @pytest.mark.parametrize(("block", "wanted"), [(2000, True), (1999, False)])

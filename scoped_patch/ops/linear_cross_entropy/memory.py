@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+
 import torch
 from torch import Tensor
 
@@ -19,6 +22,10 @@ _CUDA_BLOCK = 512 << 20
 _CUDA_LOW = (48 << 20, 128 << 20)
 # Logits are kept from the forward to the backward while they take at most this share of the memory that is free then.
 _KEPT_SHARE = 0.25
+# Asking for the free memory takes a quarter of a millisecond, in which the device waits for its first product. What is at most
+# half of what an answer allowed is kept without asking again for this many seconds.
+_ANSWER_LASTS = 1.0
+_answers: dict[torch.device, tuple[float, float]] = {}  # when it was, and how many bytes it allowed
 
 
 def block_bytes(memory: int, hidden: Tensor, taken: int = 0) -> int:
@@ -59,9 +66,12 @@ def keeps_logits(memory: int, rows: int, vocab: int, device: torch.device) -> bo
     if 2 * size <= _CUDA_BLOCK:
         # With the backward's block, which is no larger, no more than that block may take by itself. Asking takes longer.
         return True
-    free, _ = torch.cuda.mem_get_info(device)
-    if size <= _KEPT_SHARE * free:
+    when, allowed = _answers.get(device, (-math.inf, 0.0))
+    if time.monotonic() - when < _ANSWER_LASTS and 2 * size <= allowed:
         return True
-    # What the allocator holds without using it counts too; asking for it is slow, so only where it matters.
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return size <= _KEPT_SHARE * (free + cached)
+    free, _ = torch.cuda.mem_get_info(device)
+    if size > _KEPT_SHARE * free:
+        # What the allocator holds without using it counts too; asking for it is slow, so only where it matters.
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    _answers[device] = time.monotonic(), _KEPT_SHARE * free
+    return size <= _KEPT_SHARE * free

@@ -149,7 +149,7 @@ class _Forward:
             *merged, last.view(torch.int8) if self.final else last,
             row0, rows, self.part_count, self.stride, head.weight.shape[0], -head.vocab_start,
             head.vocab_size - head.vocab_start,
-            BLOCK=32, PARTS=16, ENTROPY=self.entropy, SUM_SQ=self.sum_sq, FINAL=self.final, num_warps=4,
+            BLOCK=32, PARTS=64, ENTROPY=self.entropy, SUM_SQ=self.sum_sq, FINAL=self.final, num_warps=4,
         )  # fmt: skip
 
     def outputs(self, inputs: Inputs, topk_logits: Tensor | None, kept: Tensor, kept_tops: Tensor) -> Outputs:
