@@ -121,12 +121,15 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    outputs = Outputs(*output)
+    _remember(ctx, Outputs(*output), *_split(inputs))
+
+
+def _remember(ctx: Any, outputs: Outputs, inputs: Inputs, settings: Settings, options: tuple[Any, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(outputs.is_top1, outputs.lse, outputs.kept, outputs.kept_tops)
-    tensors, settings, (want_entropy, want_sum_sq, _) = _split(inputs)
-    ctx.wanted = (True, want_entropy, want_sum_sq, tensors.topk_ids is not None)
-    ctx.save_for_backward(*outputs, *tensors)
+    want_entropy, want_sum_sq, _ = options
+    ctx.wanted = (True, want_entropy, want_sum_sq, inputs.topk_ids is not None)
+    ctx.save_for_backward(*outputs, *inputs)
     ctx.settings = settings
 
 
@@ -135,7 +138,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     # Under AOTAutograd the empty stand-ins of outputs that were not asked for get (empty) gradients too.
     upstream = [g if w else None for g, w in zip((log_probs, entropy, sum_sq, topk), ctx.wanted, strict=True)]
     needs = [bool(ctx.needs_input_grad[i]) for i in _DIFFERENTIABLE]
-    results: list[Tensor | None] = [None] * (_N_INPUTS + _N_SETTINGS + 3)
+    results: list[Tensor | None] = [None] * (_N_INPUTS + (2 if ctx.plain else _N_SETTINGS + 3))
     if any(g is not None for g in upstream) and any(needs):
         # Grad mode is on where a graph of the backward is wanted: the operator refuses to be differentiated.
         gradients = _last_gradients if ctx.plain and not torch.is_grad_enabled() else backward_op
@@ -167,8 +170,10 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Outputs:
-        outputs = _forward(*args)
-        _setup_context(ctx, args, outputs)
+        inputs, (settings, options) = Inputs(*args[:_N_INPUTS]), args[_N_INPUTS:]
+        entropy, sum_sq, keep = options
+        outputs = run_forward(inputs, settings, entropy, sum_sq, *_room(inputs, keep))
+        _remember(ctx, outputs, inputs, settings, options)
         return outputs
 
     @staticmethod
@@ -186,5 +191,6 @@ def _plain(inputs: Inputs) -> bool:
 
 def apply(inputs: Inputs, settings: Settings, entropy: bool, sum_sq: bool, keep: bool) -> Outputs:
     """The outputs, in the graph of autograd."""
-    call: Callable[..., Any] = _Function.apply if _plain(inputs) else forward_op
-    return Outputs(*call(*inputs, *settings, entropy, sum_sq, keep))
+    if _plain(inputs):
+        return Outputs(*_Function.apply(*inputs, settings, (entropy, sum_sq, keep)))  # type: ignore[no-untyped-call]
+    return Outputs(*forward_op(*inputs, *settings, entropy, sum_sq, keep))

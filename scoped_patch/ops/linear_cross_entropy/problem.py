@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -56,8 +56,7 @@ class Settings(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(NamedTuple):
     """The linear head and the transforms of its logits, and this process's share of the vocabulary."""
 
     weight: Tensor  # [V, H] in the compute dtype
@@ -77,7 +76,7 @@ class Head:
         return torch.float64 if self.compute_dtype == torch.float64 else torch.float32
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rows:
     """The N rows (tokens) that are computed, out of `total`; `index` is None where they are all of them."""
 
@@ -86,7 +85,7 @@ class Rows:
     labels: Tensor  # [N] int64, counted from the start of the whole vocabulary
     temperature: Tensor  # [] or [N]
     total: int
-    index: Tensor | None = field(default=None)
+    index: Tensor | None = None
 
     def take(self, values: Tensor) -> Tensor:
         """Of [total, ...] values those of the rows: [N, ...]."""
