@@ -7,10 +7,12 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scoped_patch.ops.linear_cross_entropy import (
     LabelOutOfRangeError,
     SecondOrderGradientError,
+    api,
     linear_cross_entropy,
     linear_cross_entropy_loss,
     topk_kl_divergence,
@@ -427,3 +429,25 @@ def test_divergence_from_a_teacher_s_top_logits():
     out = call(x, y, outputs=(), topk_ids=every)
     wanted = (whole.exp() * (whole - student)).sum(-1)
     torch.testing.assert_close(topk_kl_divergence(whole, out.topk_log_probs, rest=False)[real], wanted[real])
+
+
+@pytest.mark.parametrize("where", ["inference", "fake", "functorch"])
+def test_a_temperature_first_seen_elsewhere_can_be_trained_with(where):
+    """The tensor that stands for a number is shared by all calls: no call may make it one of its own kind."""
+    temperature = {"inference": 0.811, "fake": 0.812, "functorch": 0.813}[where]  # seen nowhere else
+    x, y = problem()
+
+    def evaluate(h):
+        return linear_cross_entropy(h, torch.randn(130, 16), torch.zeros(37, dtype=torch.int64), temperature=temperature)
+
+    if where == "inference":
+        with torch.inference_mode():
+            evaluate(torch.randn(37, 16))
+    elif where == "fake":
+        with FakeTensorMode():
+            evaluate(torch.randn(37, 16))
+    else:
+        with pytest.raises(RuntimeError, match="setup_context"):
+            torch.func.grad(lambda h: evaluate(h).log_probs.sum())(torch.randn(37, 16))
+    assert not torch._C._functorch.is_functorch_wrapped_tensor(api._number(temperature))
+    compare(x, y, 1e-12, temperature=temperature, ref_options={"temperature": temperature})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -166,6 +167,40 @@ def test_kept_logits_are_used_up_by_the_last_backward_alone(softcap, ignored, mo
             assert rel(left, right) < GRAD_TOL[HALF]
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(out.log_probs, tuple(x.values()), ups[0])
+
+
+@pytest.mark.parametrize("where", ["product", "hook"])
+@pytest.mark.parametrize("identity", [False, True], ids=["saved", "saved through hooks"])
+def test_kept_logits_survive_a_backward_that_ends_in_an_exception(where, identity, monkeypatch):
+    """Autograd frees nothing of a node that raises: a second backward must not read gradients for scores."""
+    from scoped_patch.ops.linear_cross_entropy import triton_backward
+
+    def fail(*_):
+        raise MemoryError("none left")
+
+    x, y = problem(v=300, dtype=HALF)
+    leaves = [t.detach().double().requires_grad_() for t in x.values()]
+    wanted = torch.autograd.grad(reference(*leaves, y)["log_probs"].sum(), leaves)
+    with contextlib.ExitStack() as stack:
+        if identity:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
+        log_probs = call(x, y, memory=1 << 20, backend="triton", outputs=("log_probs",)).log_probs
+    node = log_probs.grad_fn.next_functions[0][0]  # behind the view in the labels' shape
+    assert "_Function" in node.name()
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            if where == "product":
+                patch.setattr(triton_backward, "_multiply_out", fail)
+            else:
+                handle = node.register_hook(fail)
+            with pytest.raises(MemoryError):
+                torch.autograd.grad(log_probs.sum(), tuple(x.values()))
+            if where == "hook":
+                handle.remove()
+    for retain in (True, False):
+        got = torch.autograd.grad(log_probs.sum(), tuple(x.values()), retain_graph=retain)
+        for left, right in zip(got, wanted, strict=True):
+            assert rel(left, right) < GRAD_TOL[HALF]
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])

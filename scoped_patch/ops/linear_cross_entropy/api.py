@@ -232,7 +232,8 @@ def _temperature(temperature: float | Tensor, labels: Tensor, hidden: Tensor) ->
         if not temperature > 0:
             raise ValueError(f"temperature: got {temperature}, wanted a number > 0")
         if not torch.compiler.is_compiling():
-            return _number(float(temperature))
+            looked_on = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
+            return (_number.__wrapped__ if looked_on else _number)(float(temperature))
         # A product keeps a changed float a symbol under torch.compile; torch.full would compile again for each value.
         return torch.ones((), dtype=torch.float64, device=hidden.device) * temperature
     if temperature.dtype not in (torch.float32, torch.float64):
@@ -257,8 +258,12 @@ def _temperature(temperature: float | Tensor, labels: Tensor, hidden: Tensor) ->
 
 @lru_cache(maxsize=64)
 def _number(value: float) -> Tensor:
-    """On the CPU, where a kernel takes it without waiting for the device. Nobody writes to it."""
-    return torch.tensor(value, dtype=torch.float64, device="cpu")
+    """On the CPU, where a kernel takes it without waiting for the device. Nobody writes to it.
+
+    Shared by all that follow: not to be called where a mode or a transform would make it a tensor of its own kind.
+    """
+    with torch.inference_mode(False):  # a training step may be the next to ask, and must save it
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 def _memory(memory: str | int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import memory as budgets
 from .backends import run_backward, run_forward
@@ -35,6 +36,7 @@ _UPSTREAM = "Tensor? grad_log_probs, Tensor? grad_entropy, Tensor? grad_sum_sq_p
 # Whether the backward that runs in this thread was asked to retain its graph; torch has it for its own donated buffers.
 _keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
 _N_INPUTS, _N_SETTINGS, _N_OUTPUTS = len(Inputs._fields), len(Settings._fields), len(Outputs._fields)
+_KEPT = Outputs._fields.index("kept")
 # hidden, weight, bias, extra_hidden, extra_weight among the forward's arguments
 _DIFFERENTIABLE = (0, 1, 4, 5, 6)
 
@@ -87,8 +89,25 @@ def _gradients(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _last_gradients(*args: Any) -> tuple[Tensor, ...]:
-    """Where autograd frees the graph behind itself, nobody reads again what the forward kept."""
-    return _found(args, _keeps_graph is not None and not _keeps_graph())
+    return _found(args, True)
+
+
+def _unspoilt(ctx: Any, once: bool) -> list[Tensor]:
+    """What was saved, without kept scores that an earlier backward may have used up: those are computed anew.
+
+    With `once` this backward may use them up. A graph that autograd frees behind itself is freed only where nothing raises
+    (no memory left, a hook of the user's): else another backward may follow. What saved-tensor hooks make each time, as a
+    recomputing checkpoint does, is another storage each time.
+    """
+    saved = list(ctx.saved_tensors)
+    kept = saved[_KEPT]
+    if kept.numel() and (once or ctx.used_up is not None):
+        storage = StorageWeakRef(kept.untyped_storage())  # type: ignore[no-untyped-call]
+        if ctx.used_up is not None and storage == ctx.used_up:
+            saved[_KEPT] = kept.new_empty((0, kept.shape[1]))
+        elif once:
+            ctx.used_up = storage
+    return saved
 
 
 def _found(args: tuple[Any, ...], once: bool) -> tuple[Tensor, ...]:
@@ -131,6 +150,7 @@ def _remember(ctx: Any, outputs: Outputs, inputs: Inputs, settings: Settings, op
     ctx.wanted = (True, want_entropy, want_sum_sq, inputs.topk_ids is not None)
     ctx.save_for_backward(*outputs, *inputs)
     ctx.settings = settings
+    ctx.used_up = None
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -141,8 +161,11 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     results: list[Tensor | None] = [None] * (_N_INPUTS + (2 if ctx.plain else _N_SETTINGS + 3))
     if any(g is not None for g in upstream) and any(needs):
         # Grad mode is on where a graph of the backward is wanted: the operator refuses to be differentiated.
-        gradients = _last_gradients if ctx.plain and not torch.is_grad_enabled() else backward_op
-        found = gradients(*upstream, *ctx.saved_tensors, *ctx.settings, needs)
+        plain = ctx.plain and not torch.is_grad_enabled()
+        # Where autograd frees the graph behind itself, nobody reads again what the forward kept.
+        once = plain and _keeps_graph is not None and not _keeps_graph()
+        gradients = _last_gradients if once else _gradients if plain else backward_op
+        found = gradients(*upstream, *_unspoilt(ctx, once), *ctx.settings, needs)
         for position, needed, grad in zip(_DIFFERENTIABLE, needs, found, strict=True):
             if needed:
                 results[position] = grad
