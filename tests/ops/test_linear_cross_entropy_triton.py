@@ -385,6 +385,70 @@ def test_torch_compile_takes_it_in_one_graph(memory):
         torch.testing.assert_close(*grads)
 
 
+def test_kernels_run_on_the_device_of_the_tensors(monkeypatch):
+    """Triton launches on the current device, which need not be the one that a model, or its head, is on."""
+    from scoped_patch.ops.linear_cross_entropy import backends, triton_backend, triton_backward
+
+    current, ran = [], []
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        current.append(tensor.device)
+        yield
+        current.pop()
+
+    def watched(original):
+        return lambda inputs, *rest: (ran.append((current[-1:], inputs.hidden.device)), original(inputs, *rest))[1]
+
+    x, y = problem(v=20, dtype=HALF)
+    monkeypatch.setattr(backends.torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(triton_backend, "run_forward", watched(triton_backend.run_forward))
+    monkeypatch.setattr(triton_backward, "run_backward", watched(triton_backward.run_backward))
+    out = call(x, y, backend="triton")
+    torch.autograd.grad(out.log_probs.sum(), tuple(x.values()))
+    assert ran == [([x["h"].device], x["h"].device)] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("memory", ["low", 1 << 20], ids=["recomputed", "kept"])
+def test_a_head_on_another_device_than_the_current_one(memory):
+    x, y = problem(v=300, dtype=torch.bfloat16, ignored=5)
+    x, y = {k: t.detach().to("cuda:1").requires_grad_() for k, t in x.items()}, y.to("cuda:1")
+    assert torch.cuda.current_device() == 0
+    out = call(x, y, backend="triton", memory=memory)
+    leaves = [t.detach().double().requires_grad_() for t in x.values()]
+    wanted = torch.autograd.grad(reference(*leaves, y)["log_probs"].sum(), leaves)
+    for got, want in zip(torch.autograd.grad(out.log_probs.sum(), tuple(x.values())), wanted, strict=True):
+        assert got.device == want.device
+        assert rel(got, want) < GRAD_TOL[torch.bfloat16]
+
+
+def test_rows_that_share_memory_are_not_handed_to_the_tiles(monkeypatch):
+    """A tensor descriptor wants rows apart: expanded hidden states are copied, an expanded weight takes the other route."""
+    from scoped_patch.ops.linear_cross_entropy import triton_backend, triton_backward
+
+    strides, original = [], triton_backend.descriptor
+
+    def descriptor(tensor, rows, columns):
+        strides.append(tensor.stride(0))
+        return original(tensor, rows, columns)
+
+    for module in (triton_backend, triton_backward):
+        monkeypatch.setattr(module, "descriptor", descriptor)
+    x, y = problem(n=20, v=30, dtype=HALF)
+    one = x["h"].detach()[:1].expand(20, -1).requires_grad_()
+    compare(x | {"h": one}, y, 2e-5, grad_tol=GRAD_TOL[HALF], backend="triton", memory="low")
+    assert strides
+    assert all(strides)
+    strides.clear()
+    w = x["w"].detach()[:1].expand(30, -1).requires_grad_()
+    out = call(x | {"w": w}, y, backend="triton")
+    torch.testing.assert_close(out.log_probs, torch.full((20,), -math.log(30)))
+    torch.autograd.grad(out.log_probs.sum(), (x["h"], w))
+    assert not strides
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("memory", ["low", 6 << 30], ids=["recomputed", "kept"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -48,13 +49,21 @@ def _interpreted() -> bool:
     return INTERPRETED
 
 
+def _on(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, whatever it is given."""
+    return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
+
+
 def run_forward(inputs: Inputs, settings: Settings, entropy: bool, sum_sq: bool, kept: Tensor, kept_tops: Tensor) -> Outputs:
     """The forward of the settings' backend; `kept` and `kept_tops` are room for what it may keep, empty for nothing."""
     if settings.backend == "torch":
-        from .torch_backend import run_forward as run
-    else:
-        from .triton_backend import run_forward as run
-    return run(inputs, settings, entropy, sum_sq, kept, kept_tops)
+        from .torch_backend import run_forward as run_on_torch
+
+        return run_on_torch(inputs, settings, entropy, sum_sq, kept, kept_tops)
+    from .triton_backend import run_forward as run
+
+    with _on(inputs.weight):
+        return run(inputs, settings, entropy, sum_sq, kept, kept_tops)
 
 
 def run_backward(
@@ -72,4 +81,5 @@ def run_backward(
         return run_on_torch(inputs, settings, forward, upstream, needs)
     from .triton_backward import run_backward as run
 
-    return run(inputs, settings, forward, upstream, needs, once)
+    with _on(inputs.weight):
+        return run(inputs, settings, forward, upstream, needs, once)

@@ -64,6 +64,7 @@ def fused_route(head: Head) -> bool:
     half = weight.dtype in (torch.float16, torch.bfloat16) or (k.INTERPRETED and weight.dtype == torch.float32)
     aligned = (
         weight.stride(1) == 1
+        and weight.stride(0) >= weight.shape[1]
         and weight.stride(0) * itemsize % 16 == 0
         and weight.shape[1] * itemsize % 16 == 0
         and weight.data_ptr() % 16 == 0

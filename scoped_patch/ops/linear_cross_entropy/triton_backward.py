@@ -185,7 +185,8 @@ class _FusedBlocks:
 
     def multiply_out(self, hidden: Tensor, out: Gradients) -> None:
         """Bring all of it into the results; `hidden` [n, H] are the rows that count."""
-        if hidden.stride(1) != 1 or hidden.data_ptr() % 16 or hidden.stride(0) * hidden.element_size() % 16:
+        stride, size = hidden.stride(0), hidden.element_size()
+        if hidden.stride(1) != 1 or stride < hidden.shape[1] or hidden.data_ptr() % 16 or stride * size % 16:
             hidden = hidden.clone(memory_format=torch.contiguous_format)
         n, low = self._terms.n, 0
         if self._once and self._terms.all_labelled:

@@ -47,19 +47,21 @@ def _kernel() -> Any:  # GPU only
     def launch(out: Tensor, norm: Tensor, part: Tensor, part_norm: Tensor, start: int) -> None:
         rows, heads, size = part.shape
         block = 64
-        merge_kernel[(triton.cdiv(rows, block), heads)](
-            out,
-            norm,
-            part,
-            part_norm,
-            start,
-            rows,
-            norm.stride(0),
-            part_norm.stride(0),
-            heads,
-            size,
-            triton.next_power_of_2(size),
-            block,
-        )
+        # Triton launches on the current device, whatever it is given.
+        with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
+            merge_kernel[(triton.cdiv(rows, block), heads)](
+                out,
+                norm,
+                part,
+                part_norm,
+                start,
+                rows,
+                norm.stride(0),
+                part_norm.stride(0),
+                heads,
+                size,
+                triton.next_power_of_2(size),
+                block,
+            )
 
     return launch
