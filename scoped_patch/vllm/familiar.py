@@ -8,11 +8,11 @@ function that was not known from earlier ones: so whatever has been patched sinc
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 import types
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,8 +30,9 @@ _WATCHERS = frozenset(
     f"{__package__}.{name}" for name in ("familiar", "graph", "kinds", "recorder", "shadow", "staging", "target")
 )
 
+_Place = tuple[Callable[[], Any], Callable[[Any], None]]  # (getter, setter)
 _Kind = tuple[Any, ...]  # types, and functions of theirs, in the order in which a layer holds them
-Look = tuple[_Kind, list[dict[str, Any]]]  # (kind, what the objects that process hold in numbers and names)
+Look = tuple[_Kind, list[Any]]  # (kind, numbers and names that the objects that process hold, and types of all they hold)
 #: by kind, the functions of vLLM's that processing was seen to run
 _known: dict[_Kind, set[types.CodeType]] = {}
 
@@ -44,19 +45,23 @@ class Familiar:
         self._same: set[_Kind] = set()
         self._strange: set[_Kind] = set()
 
-    def watch(self, layer: ShadowLayer, recorder: Recorder) -> contextlib.AbstractContextManager[None]:
-        """What to process the layer under: the recorder's guard, or nothing."""
+    def process(self, layer: ShadowLayer, recorder: Recorder, run: Callable[[], None]) -> None:
+        """Call `run`, which processes the layer, under the recorder's guard or unwatched."""
         look = self._look(layer)
         if recorder.watching and look is not None and look[0] in self._same and self._plans.of(layer).watched == look:
-            return recorder.away()
-        return self._watch(layer, look, recorder)
+            recorder.away(run)
+        else:
+            self._watch(layer, look, recorder, run)
 
-    @contextlib.contextmanager
-    def _watch(self, layer: ShadowLayer, look: Look | None, recorder: Recorder) -> Iterator[None]:
+    def _watch(self, layer: ShadowLayer, look: Look | None, recorder: Recorder, run: Callable[[], None]) -> None:
         known, calls = self._plans.of(layer), Calls()
         worth = look is not None and known.misses < PATIENCE and calls.possible  # it may take longer than watching
-        with recorder.guard(), calls.noted() if worth else contextlib.nullcontext():
-            yield
+        known.watched = None  # if this fails, it says nothing good of the layer
+        with recorder.guard():
+            if worth:
+                calls.note(run)
+            else:
+                run()
         ran = None if recorder.met_live else calls.ran
         if worth:
             known.misses = known.misses + 1 if ran is None else 0
@@ -74,7 +79,7 @@ class Familiar:
     def _look(self, layer: ShadowLayer) -> Look | None:
         """What is about to process this layer; None: something that must be watched every time."""
         kind: list[Any] = []
-        about: list[dict[str, Any]] = []
+        about: list[Any] = [[(name, type(held)) for name, held in layer.shadow.__dict__.items()]]
         stack, seen = [layer.shadow.__dict__], set()
         while stack:
             for value in stack.pop().values():
@@ -84,43 +89,56 @@ class Familiar:
                 if _METHOD in value.__dict__:
                     return None
                 seen.add(id(value))
-                kind += (of, getattr(of, _METHOD, None))
-                about.append(plain(value.__dict__))
+                kind += (of, _reference(getattr(of, _METHOD, None)))
+                about.append((plain(value.__dict__), *((name, type(held)) for name, held in value.__dict__.items())))
                 stack.append(value.__dict__)
         return None if is_attention(layer.live) else (tuple(kind), about)  # attention reads other layers
 
 
+def _reference(function: Any) -> Any:
+    """Weak: what is known of a function that was patched in must not keep it, nor what it captured."""
+    return weakref.ref(function) if type(function) is types.FunctionType else function
+
+
 class Calls:
-    """Which functions of vLLM's run meanwhile; `ran` is None if others do."""
+    """Which functions of vLLM's run meanwhile; `ran` is None if others do, or if someone else wants to be told of calls."""
 
     def __init__(self) -> None:
         self.ran: set[types.CodeType] | None = None
         # A profiler's function is told of C functions too, thousands of them; but a debugger or coverage may be in the way.
         places = ((sys.gettrace, sys.settrace), (sys.getprofile, sys.setprofile))
-        self._set: Callable[[Any], None] | None = next((put for get, put in places if get() is None), None)
+        self._place: _Place | None = next((place for place in places if place[0]() is None), None)
 
     @property
     def possible(self) -> bool:
-        return self._set is not None
+        return self._place is not None
 
-    @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
+    def note(self, run: Callable[[], None]) -> None:
+        """Call `run`. No context manager: an interrupt between its own steps would leave the function in place."""
         found: dict[types.CodeType, str] = {}
 
-        def note(frame: types.FrameType, event: str, argument: Any) -> None:
+        def told(frame: types.FrameType, event: str, argument: Any) -> None:
             if event == "call" and frame.f_code not in found:
                 found[frame.f_code] = frame.f_globals.get("__name__") or ""
 
-        assert self._set is not None
-        collects = gc.isenabled()
-        gc.disable()  # or finalizers of anything at all would run in between
-        self._set(note)
+        assert self._place is not None
+        get, put = self._place
+        collects, after = gc.isenabled(), told
         try:
-            yield
+            gc.disable()  # or finalizers of anything at all would run in between
+            put(told)
+            run()
         finally:
-            self._set(None)
-            if collects:
-                gc.enable()
+            try:
+                after = get()  # a debugger's, if a breakpoint was met: it stays
+            finally:
+                try:
+                    if after is told:
+                        put(None)
+                finally:
+                    if collects:
+                        gc.enable()
         own = {code for code, module in found.items() if module.startswith("vllm.")}
         others = {module for module in found.values() if not module.startswith("vllm.")} - _WATCHERS
-        self.ran = own if {module.partition(".")[0] for module in others} <= _GROUND else None
+        seen_all = after is told and {module.partition(".")[0] for module in others} <= _GROUND
+        self.ran = own if seen_all else None

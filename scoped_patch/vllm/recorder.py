@@ -75,14 +75,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether operators come here first."""
         return _get_current_dispatch_mode() is self
 
-    @contextlib.contextmanager
-    def away(self) -> Iterator[None]:
-        """Let operators run unseen, if they come here first: what is processed is known to meet nothing live."""
-        _pop_mode()
+    def away(self, run: Callable[[], None]) -> None:
+        """Call `run` with operators unseen, which come here first now: what is processed is known to meet nothing live."""
         try:
-            yield
+            _pop_mode()
+            run()
         finally:
-            _push_mode(self)
+            if not self.watching:  # an interrupt may have come before that step
+                _push_mode(self)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

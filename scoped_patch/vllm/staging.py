@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -251,8 +252,7 @@ class StagedModel:
             for layer in group:
                 layer.processed = True
                 if is_method(layer.method) or is_attention(layer.live):
-                    with self._familiar.watch(layer, self._recorder), self.site.processing():
-                        self._run_processing(layer)
+                    self._familiar.process(layer, self._recorder, functools.partial(self._run_processing, layer))
             with torch._C._DisableTorchDispatch():
                 results = [processed_state(layer, self.shadow.tree) for layer in group]
                 for layer in group:
@@ -270,12 +270,13 @@ class StagedModel:
 
     def _run_processing(self, layer: ShadowLayer) -> None:
         shadow: Any = layer.shadow
-        if is_method(layer.method):
-            shadow.quant_method.process_weights_after_loading(shadow)
-            if hasattr(shadow, "update_param_tp_status"):
-                shadow.update_param_tp_status()
-        if is_attention(layer.live):
-            shadow.process_weights_after_loading(self.site.dtype)
+        with self.site.processing():
+            if is_method(layer.method):
+                shadow.quant_method.process_weights_after_loading(shadow)
+                if hasattr(shadow, "update_param_tp_status"):
+                    shadow.update_param_tp_status()
+            if is_attention(layer.live):
+                shadow.process_weights_after_loading(self.site.dtype)
 
     def _release(self, layer: ShadowLayer) -> None:
         """Forget a committed layer's staging: only its placeholders stay, for loaders that ask for them."""
@@ -337,5 +338,6 @@ class StagedModel:
             for staged in layer.params.values():
                 staged.real = None
         self._reals.clear()
+        self._live.clear()  # also if an interrupt has left the recorder where operators come: it refuses nothing any more
         self._addresses.clear()
         self._hold.clear()

@@ -282,32 +282,34 @@ class WeightUpdate:
         return Exchange((pair for one in processed for pair in one.pairs), scalars)
 
     def _finish(self) -> None:
-        moved = sum(model.moved() for model in self._models)
-        layers = sum(layer.processed for model in self._models for layer in model.shadow.layers if layer.params)
-        for site in self._sites:
-            count_version(site.model, 1)
-            reset_runner(site.runner)
-        if self.reset_prefix_cache:
-            for engine in {id(s.engine): s.engine for s in self._sites if s.engine is not None}.values():
-                engine.reset_prefix_cache()
-        self.report = ReloadReport(
-            layers=layers,
-            tensors=len(self._source.seen),
-            received_bytes=self._source.nbytes,
-            committed_bytes=self._committed_bytes,
-            seconds=time.perf_counter() - self._started,
-            moved=moved,
-            ignored=tuple(sorted(self._source.seen - self._source.used)),
-            version=self.version,
-            digest=self.digest_so_far,
-        )
+        """What follows a commit. Whatever fails in it, or interrupts it, the update is over and holds the model no longer."""
         if self.keep_previous:
             # Kernel objects of the shadow free what their tensors point to when they die: for as long as the two sides
             # may be swapped again, that must not happen.
             self._kept = self._models
-        else:
-            self._exchange = None
-        self._release()
+        try:
+            for site in self._sites:
+                count_version(site.model, 1)
+                reset_runner(site.runner)
+            if self.reset_prefix_cache:
+                for engine in {id(s.engine): s.engine for s in self._sites if s.engine is not None}.values():
+                    engine.reset_prefix_cache()
+            layers = sum(layer.processed for model in self._models for layer in model.shadow.layers if layer.params)
+            self.report = ReloadReport(
+                layers=layers,
+                tensors=len(self._source.seen),
+                received_bytes=self._source.nbytes,
+                committed_bytes=self._committed_bytes,
+                seconds=time.perf_counter() - self._started,
+                moved=sum(model.moved() for model in self._models),
+                ignored=tuple(sorted(self._source.seen - self._source.used)),
+                version=self.version,
+                digest=self.digest_so_far,
+            )
+        finally:
+            if not self.keep_previous:
+                self._exchange = None
+            self._release()
         logger.info(
             "weight update: %d layers, %d tensors, %.1f MB, %.3f s",
             layers,

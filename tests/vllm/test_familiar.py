@@ -5,17 +5,20 @@ from __future__ import annotations
 import builtins
 import contextlib
 import cProfile
+import functools
 import gc
 import sys
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from scoped_patch.vllm import UnsupportedLayer, plans, reload_weights
+from scoped_patch.vllm import RejectedWeight, UnsupportedLayer, plans, reload_weights
 from scoped_patch.vllm import familiar as familiar_module
+from scoped_patch.vllm import recorder as recorder_module
 from scoped_patch.vllm.recorder import Recorder
 
 from .test_reload import restored
@@ -192,8 +195,8 @@ def test_what_never_becomes_familiar_is_not_looked_into_for_ever(
     import vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4 as deep
 
     looks: list[Any] = []
-    parameter, noted = torch.nn.Parameter, familiar_module.Calls.noted
-    monkeypatch.setattr(familiar_module.Calls, "noted", lambda self: (looks.append(self), noted(self))[1])
+    parameter, note = torch.nn.Parameter, familiar_module.Calls.note
+    monkeypatch.setattr(familiar_module.Calls, "note", lambda self, run: (looks.append(self), note(self, run))[1])
     monkeypatch.setattr(deep, "Parameter", lambda *args, **kwargs: parameter(*args, **kwargs))
     counts = []
     for seed in (1, 0, 1, 0, 1):
@@ -221,13 +224,17 @@ def test_finalizers_do_not_run_in_between(collects: bool) -> None:
     gc.set_threshold(1)
     try:
         circle, kept = [Circle()], []
-        calls = familiar_module.Calls()
-        with calls.noted():
+        HELD.clear()
+
+        def run() -> None:
             circle.clear()
             for _ in range(100):
                 kept.append([0])
+            kept.append(list(HELD))
+
+        familiar_module.Calls().note(run)
         assert gc.isenabled() is collects
-        assert calls.ran == set()
+        assert kept[-1] == []
     finally:
         gc.set_threshold(*threshold)
         (gc.enable if was else gc.disable)()
@@ -239,6 +246,168 @@ class Circle:
 
     def __del__(self) -> None:
         HELD.append("finalizer")
+
+
+class Interrupting:
+    """A module's functions, one of which is interrupted as soon as it is done (or before it begins)."""
+
+    def __init__(self, of: Any, name: str, at: int, before: bool = False) -> None:
+        self._of, self._name, self._at, self._before = of, name, at, before
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._of, name)
+        return functools.partial(self.call, found) if name == self._name else found
+
+    def call(self, function: Any, *args: Any) -> Any:
+        self.calls += 1
+        if self._before and self.calls == self._at:
+            raise KeyboardInterrupt
+        out = function(*args)
+        if not self._before and self.calls == self._at:
+            raise KeyboardInterrupt
+        return out
+
+
+def state_of_python() -> tuple[Any, ...]:
+    return sys.gettrace(), sys.getprofile(), gc.isenabled(), torch._C._len_torch_dispatch_stack(), torch.is_grad_enabled()
+
+
+INTERRUPTS = [("gc", "disable"), ("gc", "enable"), ("gc", "isenabled"), ("sys", "settrace"), ("sys", "gettrace")]
+
+
+@pytest.mark.parametrize(("module", "name"), INTERRUPTS)
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_interrupt_leaves_no_trace_function_and_the_collector_on(
+    monkeypatch: pytest.MonkeyPatch, module: str, name: str, at: int
+) -> None:
+    before, outer = state_of_python(), sys.gettrace()
+    sys.settrace(None)
+    try:
+        monkeypatch.setattr(familiar_module, module, Interrupting(getattr(familiar_module, module), name, at))
+        with contextlib.suppress(KeyboardInterrupt):
+            familiar_module.Calls().note(lambda: None)
+        found = sys.gettrace()
+    finally:
+        sys.settrace(outer)
+    assert found is None
+    assert state_of_python() == before
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_debugger_that_begins_in_between_stays(fails: bool) -> None:
+    """From then on the calls were told to it alone."""
+
+    def debugger(*args: Any) -> None:
+        return None
+
+    def run() -> None:
+        sys.settrace(debugger)
+        if fails:
+            raise ValueError
+
+    outer = sys.gettrace()
+    sys.settrace(None)
+    try:
+        calls = familiar_module.Calls()
+        with pytest.raises(ValueError) if fails else contextlib.nullcontext():
+            calls.note(run)
+        found = sys.gettrace()
+    finally:
+        sys.settrace(outer)
+    assert found is debugger
+    assert calls.ran is None
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_an_interrupt_leaves_the_recorder_where_it_was(monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
+    recorder = Recorder({}, lambda *args: None, lambda *args: None)
+    pop = Interrupting(recorder_module, "_pop_mode", 1, before)
+    with recorder:
+        depth = torch._C._len_torch_dispatch_stack()
+        monkeypatch.setattr(recorder_module, "_pop_mode", pop._pop_mode)
+        with pytest.raises(KeyboardInterrupt):
+            recorder.away(lambda: None)
+        assert recorder.watching
+        assert torch._C._len_torch_dispatch_stack() == depth
+        monkeypatch.undo()
+    assert torch._C._len_torch_dispatch_stack() == depth - 1
+
+
+def writes_live(self: Any, layer: torch.nn.Module) -> None:
+    if HELD[2] and HELD[2][0] == 0:
+        HELD[1].zero_()
+    for left in HELD[2]:
+        HELD[2][0] = left - 1
+    return HELD[0](self, layer)
+
+
+def test_a_layer_whose_watched_processing_failed_is_watched_next_time(
+    engine: Any, watched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever made it write to a live tensor, its functions are known, and in the next update it need not be the first."""
+    from vllm.model_executor.kernels.linear.nvfp4.emulation import EmulationNvFp4LinearKernel as Kernel
+
+    live = engine.model.model.norm.weight
+    HELD[:] = [Kernel.process_weights_after_loading, live.data, []]
+    own = types.FunctionType(writes_live.__code__, {"__builtins__": builtins, "__name__": f"{KERNEL}.own", "HELD": HELD})
+    monkeypatch.setattr(Kernel, "process_weights_after_loading", own)
+    familiar(engine, watched)
+    last = list(engine.state[0].items())
+    first = [pair for pair in last if pair[0].startswith(NAME)]
+    HELD[2][:] = [0]
+    watched.clear()
+    with pytest.raises(UnsupportedLayer, match="would have written"), reload_weights(engine.llm) as update:
+        update.load(first)
+    assert watched == [NAME]
+    HELD[2][:] = []
+    watched.clear()
+    with reload_weights(engine.llm) as update:
+        update.load([pair for pair in last if not pair[0].startswith(NAME)] + first)
+    assert NAME in watched
+
+
+def test_a_tensor_that_a_method_was_given_is_noticed(engine: Any, watched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = familiar(engine, watched)
+    layer = engine.model.get_submodule(NAME)
+    for holder in (layer.scheme, layer.scheme.kernel):
+        monkeypatch.setattr(holder, "own_memory", engine.model.model.norm.weight.data, raising=False)
+        watched.clear()
+        with contextlib.suppress(UnsupportedLayer), reload_weights(engine.llm) as update:
+            update.load(engine.state[0].items())
+        assert NAME in watched
+        assert len(watched) <= usual + 1
+
+
+def test_a_function_that_was_patched_in_is_not_kept(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.kernels.linear.nvfp4.emulation import EmulationNvFp4LinearKernel as Kernel
+
+    original = Kernel.process_weights_after_loading
+
+    def patched(self: Any, layer: torch.nn.Module) -> None:
+        original(self, layer)
+
+    monkeypatch.setattr(Kernel, "process_weights_after_loading", patched)
+    for seed in (1, 0):
+        reload(engine, seed)
+    left = weakref.ref(patched)
+    monkeypatch.undo()
+    del patched
+    gc.collect()
+    assert left() is None
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_an_update_leaves_python_as_it_was(engine: Any, watched: list[str], failing: bool) -> None:
+    familiar(engine, watched)
+    items = list(engine.state[0].items())
+    if failing:
+        items = [(name, tensor[:1] if name == "model.norm.weight" else tensor) for name, tensor in items]
+    before = state_of_python()
+    with pytest.raises(RejectedWeight, match=r"model\.norm\.weight") if failing else contextlib.nullcontext():
+        with reload_weights(engine.llm) as update:
+            update.load(items)
+    assert state_of_python() == before
 
 
 def test_operators_reach_the_recorder_without_a_wrapper() -> None:

@@ -20,6 +20,7 @@ from scoped_patch.vllm import (
     weights_digest,
     weights_version,
 )
+from scoped_patch.vllm import update as update_module
 
 from .support.addresses import addresses
 
@@ -54,6 +55,32 @@ def buckets(state: dict[str, torch.Tensor], count: int) -> Iterator[list[tuple[s
     size = -(-len(items) // count)
     for start in range(0, len(items), size):
         yield items[start : start + size]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_interrupt_after_the_commit_leaves_the_model_free(dense: Any, monkeypatch: pytest.MonkeyPatch, keep: bool) -> None:
+    """The new weights serve, are counted, and the next update need not wait until this one is forgotten."""
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = weights_version(dense.model)
+    first = reload_weights(dense.llm, keep_previous=keep)
+    first.__enter__()
+    first.load(dense.state[1].items())
+    monkeypatch.setattr(update_module.StagedModel, "moved", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        first.__exit__(None, None, None)
+    monkeypatch.undo()
+    assert first.state == "committed"
+    assert weights_version(dense.model) == before + 1
+    assert dense.generate() == dense.fresh[1]
+    if keep:
+        first.rollback_to_previous()
+        assert dense.generate() == dense.fresh[0]
+    with reload_weights(dense.llm) as update:
+        update.load(dense.state[1].items())
+    assert dense.generate() == dense.fresh[1]
 
 
 def test_three_reloads_answer_like_fresh_engines(engine: Any) -> None:
