@@ -84,6 +84,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not self.watching:  # an interrupt may have come before that step
                 _push_mode(self)
 
+    def leave(self) -> None:
+        """Be gone from where operators come: an interrupt may have kept Python from leaving the `with` block of it."""
+        if self.watching:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Not by torch's wrapper around every operator: there is nothing to compile, and it takes as long as the look here."""

@@ -333,11 +333,12 @@ class StagedModel:
 
     def close(self) -> None:
         """Let go of everything staged now. The shadow's objects refer to each other: it would wait for a collector."""
+        self._recorder.leave()
         for layer in self.shadow.layers:
             layer.shadow.__dict__ = layer.live.__dict__
             for staged in layer.params.values():
                 staged.real = None
         self._reals.clear()
-        self._live.clear()  # also if an interrupt has left the recorder where operators come: it refuses nothing any more
+        self._live.clear()  # a recorder left behind in another thread refuses nothing any more
         self._addresses.clear()
         self._hold.clear()

@@ -367,6 +367,40 @@ def test_a_layer_whose_watched_processing_failed_is_watched_next_time(
     assert NAME in watched
 
 
+def test_an_interrupt_on_the_way_out_leaves_no_recorder(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, leaving, calls = state_of_python(), Recorder.__exit__, []
+
+    def interrupted(self: Any, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return leaving(self, *args)
+
+    monkeypatch.setattr(Recorder, "__exit__", interrupted)
+    with pytest.raises(KeyboardInterrupt), reload_weights(engine.llm) as update:
+        update.load(engine.state[1].items())
+    assert state_of_python() == before
+    assert engine.generate() == engine.fresh[0]
+
+
+def makes_parameter(*args: Any, **kwargs: Any) -> Any:
+    return HELD[0](*args, **kwargs)
+
+
+def test_a_new_function_of_vllms_has_all_layers_watched_once(engine: Any, watched: list[str], monkeypatch: Any) -> None:
+    import vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4 as deep
+
+    usual = familiar(engine, watched)
+    HELD[:] = [torch.nn.Parameter]
+    own = types.FunctionType(makes_parameter.__code__, {"__builtins__": builtins, "__name__": f"{KERNEL}.own", "HELD": HELD})
+    monkeypatch.setattr(deep, "Parameter", own)
+    for expected in (True, False):
+        watched.clear()
+        reload(engine, 0)
+        assert (NAME in watched) is expected
+        assert (len(watched) > usual) is expected
+
+
 def test_a_tensor_that_a_method_was_given_is_noticed(engine: Any, watched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     usual = familiar(engine, watched)
     layer = engine.model.get_submodule(NAME)
