@@ -120,6 +120,18 @@ def backward_tiles(
 
 
 @triton.jit
+def row_factors(ON_LOG_P, ON_P, r, there, PER_LOG_P: tl.constexpr, PER_P: tl.constexpr):
+    """What the log2 p and the p of rows are multiplied by in `d_logits`."""
+    on_log_p = 0.0
+    on_p = 0.0
+    if PER_LOG_P:
+        on_log_p = tl.load(ON_LOG_P + r, mask=there, other=0.0)
+    if PER_P:
+        on_p = tl.load(ON_P + r, mask=there, other=0.0)
+    return on_log_p, on_p
+
+
+@triton.jit
 def softcap_slope(u):
     """The derivative of tanh where it is u. From a row that does not count, or by rounding, u may lie outside of [-1, 1]."""
     u = tl.minimum(tl.maximum(u, -1.0), 1.0)
@@ -151,12 +163,7 @@ def backward_block(
     if HAS_BIAS:
         bias = tl.load(BIAS + vocab0 + c, mask=inside, other=0.0).to(tl.float32)
     z, u = activate(x, tl.load(SCALE + r), pre, bias, HAS_BIAS, SOFTCAP)
-    on_log_p = 0.0
-    on_p = 0.0
-    if PER_LOG_P:
-        on_log_p = tl.load(ON_LOG_P + r)
-    if PER_P:
-        on_p = tl.load(ON_P + r)
+    on_log_p, on_p = row_factors(ON_LOG_P, ON_P, r, True, PER_LOG_P, PER_P)
     d = d_logits(z - tl.load(LSE + r), tl.load(CONSTANT + r), on_log_p, on_p, PER_LOG_P, PER_P)
     if SOFTCAP:
         d *= 1.0 - u * u
@@ -194,12 +201,7 @@ def kept_block(
     scale = tl.load(SCALE + r)
     lse = tl.load(LSE + r)
     constant = tl.load(CONSTANT + r)
-    on_log_p = 0.0
-    on_p = 0.0
-    if PER_LOG_P:
-        on_log_p = tl.load(ON_LOG_P + r)
-    if PER_P:
-        on_p = tl.load(ON_P + r)
+    on_log_p, on_p = row_factors(ON_LOG_P, ON_P, r, True, PER_LOG_P, PER_P)
     d = d_logits(z - lse, constant, on_log_p, on_p, PER_LOG_P, PER_P)
     if SOFTCAP:
         u = z / scale
@@ -223,12 +225,7 @@ def place_labels(
     inside = r < rows
     y = tl.load(LABELS + r, mask=inside, other=-1)
     here = inside & (y >= low) & (y < high)
-    on_log_p = 0.0
-    on_p = 0.0
-    if PER_LOG_P:
-        on_log_p = tl.load(ON_LOG_P + r, mask=here, other=0.0)
-    if PER_P:
-        on_p = tl.load(ON_P + r, mask=here, other=0.0)
+    on_log_p, on_p = row_factors(ON_LOG_P, ON_P, r, here, PER_LOG_P, PER_P)
     d = label_gradient(
         tl.load(LOG_PROB + r, mask=here, other=0.0), tl.load(LABEL_GRAD + r, mask=here, other=0.0),
         tl.load(SCALE + r, mask=here, other=1.0), tl.load(LSE + r, mask=here, other=0.0),

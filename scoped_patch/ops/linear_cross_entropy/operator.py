@@ -88,10 +88,6 @@ def _gradients(*args: Any) -> tuple[Tensor, ...]:
     return _found(args, False)  # an operator must not write to its arguments
 
 
-def _last_gradients(*args: Any) -> tuple[Tensor, ...]:
-    return _found(args, True)
-
-
 def _unspoilt(ctx: Any, once: bool) -> list[Tensor]:
     """What was saved, without kept scores that an earlier backward may have used up: those are computed anew.
 
@@ -164,8 +160,8 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         plain = ctx.plain and not torch.is_grad_enabled()
         # Where autograd frees the graph behind itself, nobody reads again what the forward kept.
         once = plain and _keeps_graph is not None and not _keeps_graph()
-        gradients = _last_gradients if once else _gradients if plain else backward_op
-        found = gradients(*upstream, *_unspoilt(ctx, once), *ctx.settings, needs)
+        args = (*upstream, *_unspoilt(ctx, once), *ctx.settings, needs)
+        found = _found(args, once) if plain else backward_op(*args)
         for position, needed, grad in zip(_DIFFERENTIABLE, needs, found, strict=True):
             if needed:
                 results[position] = grad

@@ -163,10 +163,8 @@ class _FusedBlocks:
             self._scores = self._kept.view(head.weight.dtype)[:, : self._vocab]
             self._begun = min(self._vocab, max(1, self._fitting // rows // self._columns) * self._columns)
             self._from_kept(self._scores[:, : self._begun], 0, self._begun, 1)
-            self._fitting //= _SHORT  # only to have begun: the block is likely not to be wanted
         if rows:
             self._begin(0, rows, None, 2 if self._once else 0)
-            self._fitting = room // head.weight.element_size()
 
     def _from_kept(self, d: Tensor, low: int, high: int, when: int = 0) -> None:
         _kept_pass(self._kept[:, low:], d, self._tops, self._head, self._terms, low, high, when)
@@ -174,7 +172,9 @@ class _FusedBlocks:
     def _begin(self, low: int, rows: int, hidden: Tensor | None, when: int = 0) -> None:
         """Hand the device the block [rows, from column `low`]."""
         self._block = None  # its memory serves again
-        width = budgets.block_width(self._vocab - low, self._fitting // rows, self._columns)
+        # One that is likely not to be wanted is only to have begun.
+        fitting = self._fitting // _SHORT if when else self._fitting
+        width = budgets.block_width(self._vocab - low, fitting // rows, self._columns)
         self._block = self._head.weight.new_empty((rows, -(-width // self._columns) * self._columns))
         self._high = low + width
         if hidden is None:
