@@ -96,6 +96,7 @@ class WeightUpdate:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         if self._state in ("closed", "committed"):
+            self.rollback()
             return
         if value is not None:
             self.rollback()
@@ -205,8 +206,14 @@ class WeightUpdate:
         self._finish()
 
     def rollback(self) -> None:
-        """Drop the update: the old weights serve on (with `atomic="layer"`, in the layers that were not committed)."""
-        if self._state in ("closed", "committed"):
+        """Drop the update: the old weights serve on (with `atomic="layer"`, in the layers that were not committed).
+
+        An interrupt may cut this short. Called again it does the rest.
+        """
+        if self._state == "committed":
+            return
+        if self._state == "closed":
+            self._release()
             return
         if self._committed:
             logger.error("%d layers keep the new weights of the dropped update", len(self._committed))

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from scoped_patch.engine.errors import ConflictError
 from scoped_patch.vllm import IncompleteReload, RejectedWeight, reload_weights, weights_version
 from scoped_patch.vllm.exchange import Exchange
+from scoped_patch.vllm.staging import StagedModel
 
 from .support.addresses import addresses
 from .test_reload import KINDS, buckets, restore, restored
@@ -255,3 +257,30 @@ def test_a_stream_that_is_no_pairs_is_not_blamed_on_a_weight(dense: Any) -> None
     restore(dense)
     attempt(dense, [*list(dense.state[1].items())[:3], ("model.norm.weight", 1.0)], TypeError, r"got \(str, float\)")
     restore(dense)
+
+
+@pytest.mark.parametrize("within", ["release", "close"])
+def test_an_interrupted_rollback_is_done_again(dense: Any, monkeypatch: pytest.MonkeyPatch, within: str) -> None:
+    """An update that is over, but not let go of, refuses no other; and its rollback does the rest when called again."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        with reload_weights(dense.llm) as update:
+            update.load(dense.state[1].items())
+            if within == "release":
+                monkeypatch.setattr("scoped_patch.vllm.update.release", interrupted)
+            else:
+                monkeypatch.setattr(StagedModel, "close", interrupted)
+            raise RuntimeError("trainer died")
+    monkeypatch.undo()
+    assert update.state == "closed"
+    assert update._models  # what was staged is still held
+    with reload_weights(dense.llm) as other:
+        other.load(dense.state[1].items())
+        update.rollback()
+        assert not update._models
+        with pytest.raises(ConflictError, match="rollback"), reload_weights(dense.llm):
+            pass
+    assert dense.generate() == dense.fresh[1]
