@@ -141,14 +141,14 @@ def test_logits_that_with_a_block_fit_a_block_are_kept_without_asking(monkeypatc
 
 
 def test_the_backend_of_the_head(monkeypatch):
-    weight, there = SimpleNamespace(is_cuda=True, device="cuda:0"), True
+    device, there = torch.device("cuda:0"), True
     monkeypatch.setattr(backends, "triton_available", lambda: there)
-    assert backends.choose("auto", weight, torch.bfloat16) == "triton"
-    assert backends.choose("auto", weight, torch.float64) == "torch"
-    assert backends.choose("triton", weight, torch.float32) == "triton"
+    assert backends.choose("auto", device, torch.bfloat16) == "triton"
+    assert backends.choose("auto", device, torch.float64) == "torch"
+    assert backends.choose("triton", device, torch.float32) == "triton"
     with pytest.raises(NotImplementedError, match="float64 is not computed there"):
-        backends.choose("triton", weight, torch.float64)
+        backends.choose("triton", device, torch.float64)
     there = False
-    assert backends.choose("auto", weight, torch.bfloat16) == "torch"
+    assert backends.choose("auto", device, torch.bfloat16) == "torch"
     with pytest.raises(NotImplementedError, match="triton is not installed"):
-        backends.choose("triton", weight, torch.bfloat16)
+        backends.choose("triton", device, torch.bfloat16)

@@ -341,6 +341,41 @@ def test_bad_options_are_refused_by_name(change, error, message):
         call(x, y, **change)
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"memory": True}, ValueError, "memory: got True"),
+        ({"outputs": (["log_probs"],)}, ValueError, "outputs: got"),
+        ({"softcap": float("nan")}, ValueError, "softcap"),
+        ({"ignore_index": []}, TypeError, "ignore_index"),
+    ],
+)
+def test_an_option_is_refused_after_a_call_that_was_right(change, error, message):
+    """What was found right is remembered: what is not the same, but equal, or has no hash, is not taken for it."""
+    x, y = problem()
+    for _ in range(2):
+        call(x, y, memory=1)
+    with pytest.raises(error, match=message):
+        call(x, y, **change)
+
+
+def test_what_is_remembered_is_bounded_and_not_mixed_up(monkeypatch):
+    monkeypatch.setattr(api, "_REMEMBERED", 2)
+    monkeypatch.setattr(api, "_right", {})
+    x, y = problem()
+    for softcap, scale, ignored in [
+        (None, None, -100),
+        (5.0, None, -100),
+        (None, 5.0, -100),
+        (None, None, 5),
+        (None, None, -100),
+    ]:
+        out = call(x, y, softcap=softcap, logit_scale=scale, ignore_index=ignored)
+        wanted = reference(x["h"], x["w"], y, softcap=softcap, scale=scale or 1.0)["log_probs"]
+        torch.testing.assert_close(out.log_probs, torch.where(y == ignored, 0, wanted))
+        assert 0 < len(api._right) <= 2
+
+
 def test_bad_tensors_are_refused_by_name():
     h, w, y = torch.randn(4, 8), torch.randn(9, 8), torch.zeros(4, dtype=torch.int64)
     with pytest.raises(TypeError, match=r"weight: got torch.float8_e4m3fn.*dequantise"):

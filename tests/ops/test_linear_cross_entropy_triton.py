@@ -48,11 +48,12 @@ def kernels():
 @pytest.fixture(params=["fused", "blocks"])
 def route(request, monkeypatch):
     """Both ways through the backend: tiles of our own, and the library's products with one pass over each block."""
-    from scoped_patch.ops.linear_cross_entropy import triton_backend, triton_backward
+    from scoped_patch.ops.linear_cross_entropy import triton_backward, triton_forward
 
     if request.param == "blocks":
-        for module in (triton_backend, triton_backward):
+        for module in (triton_forward, triton_backward):
             monkeypatch.setattr(module, "fused_route", lambda head: False)
+        monkeypatch.setattr(triton_forward, "_plans", {})
     return request.param
 
 
@@ -114,10 +115,11 @@ def test_kept_logits_give_the_same_gradients(softcap, ignored, monkeypatch):
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_what_was_never_kept_is_not_read(softcap, monkeypatch):
     """The first block is begun over all rows, before it is known which count; fresh memory may hold anything."""
-    from scoped_patch.ops.linear_cross_entropy import triton_backend, triton_backward
+    from scoped_patch.ops.linear_cross_entropy import triton_backward, triton_forward
 
-    for module in (triton_backend, triton_backward):
+    for module in (triton_forward, triton_backward):
         monkeypatch.setattr(module, "SCAN_BLOCK", 16)
+    monkeypatch.setattr(triton_forward, "_plans", {})
     passes = kept_passes(monkeypatch)
     torch.use_deterministic_algorithms(True)  # what is asked for empty is filled with NaN
     try:
@@ -294,6 +296,15 @@ def test_minus_infinity_at_the_label_and_in_a_whole_row_is_what_log_softmax_says
     assert all(getattr(out, name).isnan().all() for name in NAMES)
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_bias_with_gaps(softcap, route):
+    dtype = FUSED_DTYPE if route == "fused" else torch.float32
+    x, y = problem(v=130, dtype=dtype, ignored=3)
+    x["b"] = torch.randn(130, 3, dtype=dtype)[:, 1].requires_grad_()
+    ref = {"softcap": softcap}
+    compare(x, y, 2e-5, grad_tol=GRAD_TOL[dtype], ref_options=ref, softcap=softcap, backend="triton")
+
+
 @pytest.mark.parametrize("labels", [[1, -100, 2], [-100, -100, -100], []])
 def test_ignored_and_empty_rows(labels, route):
     h = torch.randn(len(labels), 8, dtype=FUSED_DTYPE, requires_grad=True)
@@ -338,11 +349,73 @@ def test_a_nan_in_the_hidden_states_shows(route):
 
 
 def test_many_rows_take_several_launches(monkeypatch):
-    from scoped_patch.ops.linear_cross_entropy import triton_backend
+    from scoped_patch.ops.linear_cross_entropy import triton_forward
 
-    monkeypatch.setattr(triton_backend, "_FORWARD_ROWS", 16)
+    monkeypatch.setattr(triton_forward, "_LAUNCHED_ROWS", 16)
+    monkeypatch.setattr(triton_forward, "_plans", {})
     x, y = problem(n=50, dtype=FUSED_DTYPE, ignored=5)
     compare(x, y, 2e-5, grad_tol=GRAD_TOL[FUSED_DTYPE], backend="triton")
+
+
+def test_a_kernel_is_launched_again_as_it_was_compiled():
+    from scoped_patch.ops.linear_cross_entropy.triton_backend import Launch
+
+    launched = []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *args: launched.append((grid, args))
+
+    class Kernel(Compiled):
+        arg_names = ("X", "n", "SECOND", "FIRST")
+
+        def __getitem__(self, grid):
+            return lambda *args, **rest: (launched.append((grid, args, rest)), Compiled())[1]
+
+    launch = Launch(Kernel(), 7, {"FIRST": 1, "SECOND": 2}, num_warps=4)
+    launch("a", 3)
+    launch("b", 3)
+    assert launched == [((7, 1, 1), ("a", 3), {"FIRST": 1, "SECOND": 2, "num_warps": 4}), ((7, 1, 1), ("b", 3, 2, 1))]
+
+
+def test_what_is_remembered_of_a_forward_fits_the_next_one(monkeypatch):
+    """One kind of call after another, in two orders: types, alignment, strides and settings that compile differently."""
+    from scoped_patch.ops.linear_cross_entropy import triton_forward
+
+    monkeypatch.setattr(triton_forward, "_plans", {})
+    monkeypatch.setattr(triton_forward, "_KINDS", 6)
+    n, size = 17, 16
+    x, y = problem(n=n, h=size, v=130, dtype=FUSED_DTYPE, ignored=3)
+    shifted = torch.empty(n * size + 1, dtype=FUSED_DTYPE)[1:].view(n, size).copy_(x["h"].detach()).requires_grad_()
+    gaps = torch.empty(n, 2, size, dtype=FUSED_DTYPE)[:, 1].copy_(x["h"].detach()).requires_grad_()
+    late = torch.empty(n + 1, dtype=torch.int64)[1:].copy_(y)
+    warm = torch.rand(n) + 0.5
+    kinds = [
+        (x, y, {}),
+        (x | {"h": shifted}, y, {}),
+        (x | {"h": gaps}, y, {}),
+        (x, late, {}),
+        (x, y, {"temperature": 0.7}),
+        (x, y, {"temperature": warm}),
+        (x, y, {"temperature": warm.double()}),
+        (x, y, {"temperature": warm[:1].squeeze()}),
+        (x | {"b": torch.randn(130, dtype=FUSED_DTYPE).requires_grad_()}, y, {}),
+        (x | {"b": torch.randn(131, dtype=FUSED_DTYPE)[1:].requires_grad_()}, y, {"softcap": 4.0}),
+        (x, y, {"softcap": 5.0}),
+        (x, y, {"logit_scale": 0.5}),
+        (x, y, {"outputs": ("log_probs",)}),
+        ({k: t[:1].detach().requires_grad_() if k == "h" else t for k, t in x.items()}, y[:1], {}),
+    ]
+    for x, y, options in kinds + kinds + kinds[::-1]:
+        out = call(x, y, memory=1 << 20, backend="triton", **options)
+        wanted = linear_cross_entropy(
+            *(t.detach().double() if t is not None else None for t in (x["h"], x["w"])), y,
+            None if "b" not in x else x["b"].detach().double(), backend="torch", **options,
+        )  # fmt: skip
+        torch.testing.assert_close(out.log_probs.double(), wanted.log_probs, rtol=2e-5, atol=2e-5)
+        if out.entropy is not None:
+            torch.testing.assert_close(out.entropy.double(), wanted.entropy, rtol=2e-5, atol=2e-5)
+        assert 0 < len(triton_forward._plans) <= 6
 
 
 def test_a_dtype_or_device_it_cannot_compute_is_refused(monkeypatch, kernels):
@@ -387,7 +460,7 @@ def test_torch_compile_takes_it_in_one_graph(memory):
 
 def test_kernels_run_on_the_device_of_the_tensors(monkeypatch):
     """Triton launches on the current device, which need not be the one that a model, or its head, is on."""
-    from scoped_patch.ops.linear_cross_entropy import backends, triton_backend, triton_backward
+    from scoped_patch.ops.linear_cross_entropy import backends, triton_backward, triton_forward
 
     current, ran = [], []
 
@@ -402,7 +475,7 @@ def test_kernels_run_on_the_device_of_the_tensors(monkeypatch):
 
     x, y = problem(v=20, dtype=HALF)
     monkeypatch.setattr(backends.torch.cuda, "device_of", device_of)
-    monkeypatch.setattr(triton_backend, "run_forward", watched(triton_backend.run_forward))
+    monkeypatch.setattr(triton_forward, "run_forward", watched(triton_forward.run_forward))
     monkeypatch.setattr(triton_backward, "run_backward", watched(triton_backward.run_backward))
     out = call(x, y, backend="triton")
     torch.autograd.grad(out.log_probs.sum(), tuple(x.values()))
@@ -426,15 +499,15 @@ def test_a_head_on_another_device_than_the_current_one(memory):
 
 def test_rows_that_share_memory_are_not_handed_to_the_tiles(monkeypatch):
     """A tensor descriptor wants rows apart: expanded hidden states are copied, an expanded weight takes the other route."""
-    from scoped_patch.ops.linear_cross_entropy import triton_backend, triton_backward
+    from scoped_patch.ops.linear_cross_entropy import triton_backward, triton_forward
 
-    strides, original = [], triton_backend.descriptor
+    strides, original = [], triton_forward.descriptor
 
     def descriptor(tensor, rows, columns):
         strides.append(tensor.stride(0))
         return original(tensor, rows, columns)
 
-    for module in (triton_backend, triton_backward):
+    for module in (triton_forward, triton_backward):
         monkeypatch.setattr(module, "descriptor", descriptor)
     x, y = problem(n=20, v=30, dtype=HALF)
     one = x["h"].detach()[:1].expand(20, -1).requires_grad_()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 from contextlib import AbstractContextManager
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -21,9 +23,9 @@ def triton_available() -> bool:
     return _FOUND
 
 
-def choose(name: str, weight: Tensor, dtype: torch.dtype) -> str:
+def choose(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """ "torch" or "triton", for "auto", "torch" or "triton". Refuses triton where it cannot run."""
-    if name == "torch" or (name == "auto" and not (weight.is_cuda and triton_available())):
+    if name == "torch" or (name == "auto" and not (device.type == "cuda" and triton_available())):
         return "torch"
     if dtype == torch.float64:
         if name == "auto":
@@ -31,10 +33,10 @@ def choose(name: str, weight: Tensor, dtype: torch.dtype) -> str:
         raise UnsupportedError('backend="triton": float64 is not computed there; use backend="torch" (or "auto")')
     if not triton_available():
         raise UnsupportedError('backend="triton": triton is not installed; install it, or use backend="torch"')
-    if not weight.is_cuda:
+    if device.type != "cuda":
         if not _interpreted():
             raise UnsupportedError(
-                f'backend="triton": the weight is on {weight.device}, and triton needs a GPU; use backend="torch" or "auto"'
+                f'backend="triton": the weight is on {device}, and triton needs a GPU; use backend="torch" or "auto"'
             )
         if dtype == torch.bfloat16:
             raise UnsupportedError(
@@ -54,16 +56,23 @@ def _on(tensor: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
 
 
+@cache
+def _triton() -> tuple[ModuleType, ModuleType]:
+    """The forward's module and the backward's. An import costs time each time, even of what is there."""
+    from . import triton_backward, triton_forward
+
+    return triton_forward, triton_backward
+
+
 def run_forward(inputs: Inputs, settings: Settings, entropy: bool, sum_sq: bool, kept: Tensor, kept_tops: Tensor) -> Outputs:
     """The forward of the settings' backend; `kept` and `kept_tops` are room for what it may keep, empty for nothing."""
     if settings.backend == "torch":
         from .torch_backend import run_forward as run_on_torch
 
         return run_on_torch(inputs, settings, entropy, sum_sq, kept, kept_tops)
-    from .triton_backend import run_forward as run
-
     with _on(inputs.weight):
-        return run(inputs, settings, entropy, sum_sq, kept, kept_tops)
+        outputs: Outputs = _triton()[0].run_forward(inputs, settings, entropy, sum_sq, kept, kept_tops)
+    return outputs
 
 
 def run_backward(
@@ -79,7 +88,6 @@ def run_backward(
         from .torch_backend import run_backward as run_on_torch
 
         return run_on_torch(inputs, settings, forward, upstream, needs)
-    from .triton_backward import run_backward as run
-
     with _on(inputs.weight):
-        return run(inputs, settings, forward, upstream, needs, once)
+        gradients: Gradients = _triton()[1].run_backward(inputs, settings, forward, upstream, needs, once)
+    return gradients

@@ -54,63 +54,41 @@ def activate(product, scale, pre, bias, HAS_BIAS: tl.constexpr, SOFTCAP: tl.cons
 
 
 @triton.jit
-def scan_rows(
-    LABELS, TEMPERATURE, G_0, G_1, G_2, G_3, INDEX, COUNT, LOCAL, SCALE, KEPT_ROW, HIDDEN, GATHERED,
-    n, per_program, ignore_index, vocab_start, numerator, temperature_stride,
-    stride_0, stride_1, stride_2, row_stride_3, stride_3, ids_per_row, size, hidden_stride, column_stride,
-    BLOCK: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr, FORWARD: tl.constexpr, PER_ROW: tl.constexpr,
-    HAS_0: tl.constexpr, HAS_1: tl.constexpr, HAS_2: tl.constexpr, HAS_3: tl.constexpr, KEPT: tl.constexpr,
-    GATHER: tl.constexpr,
-):  # fmt: skip
-    """Number the rows that count, in order, from the front of INDEX, and the others from its end; COUNT is how many count,
-    and how many have a label.
+def places(keep, r, found, n):
+    """Where rows `r` out of `n` go that are numbered in order: those to keep (1, else 0) to the front, the others to the end.
+    `found` are to be kept before them.
+    """
+    upto = found + tl.cumsum(keep, 0)
+    return tl.where(keep != 0, upto - 1, n - 1 - (r - upto))
 
-    FORWARD: a row counts whose label is not ignored; its label (among this process's vocabulary rows) and scale go to the
-    same place of LOCAL and SCALE, and (GATHER) its hidden state to that of GATHERED. Each program looks at all labels ahead of
-    its own rows, AHEAD at a time. Else a gradient G of one of its outputs must also not be 0, and (KEPT) the place that the
-    forward gave the row goes to the same place of KEPT_ROW; one program does it all.
+
+@triton.jit
+def find_rows(
+    LABELS, TEMPERATURE, PLACES, STATS, HIDDEN, GATHERED,
+    n, per_program, ignore_index, vocab_start, numerator, temperature_stride, size, hidden_stride, column_stride,
+    BLOCK: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr, PER_ROW: tl.constexpr, GATHER: tl.constexpr,
+):  # fmt: skip
+    """Number the rows whose label is not ignored, in order, from the front, and the others from the end: in PLACES the row
+    at each place [n], its label among this process's vocabulary rows [n], and how many count; (PER_ROW) its scale in STATS;
+    (GATHER) its hidden state in GATHERED. Each program looks at all labels ahead of its own rows, AHEAD at a time.
     """
     first = tl.program_id(0) * per_program
     found = 0
-    labelled = 0
-    if FORWARD:
-        for start in range(0, first, AHEAD):
-            r = start + tl.arange(0, AHEAD)
-            y = tl.load(LABELS + r, mask=r < first, other=0)
-            found += tl.sum(((r < first) & (y != ignore_index)).to(tl.int32), 0)
+    for start in range(0, first, AHEAD):
+        r = start + tl.arange(0, AHEAD)
+        y = tl.load(LABELS + r, mask=r < first, other=0)
+        found += tl.sum(((r < first) & (y != ignore_index)).to(tl.int32), 0)
     for start in range(first, tl.minimum(first + per_program, n), BLOCK):
         r = (start + tl.arange(0, BLOCK)).to(tl.int64)
         inside = r < n
         y = tl.load(LABELS + r, mask=inside, other=0)
-        has_label = (inside & (y != ignore_index)).to(tl.int32)
-        keep = has_label
-        if not FORWARD:
-            some = tl.zeros((BLOCK,), tl.int32)
-            if HAS_0:
-                some |= (tl.load(G_0 + r * stride_0, mask=inside, other=0.0) != 0).to(tl.int32)
-            if HAS_1:
-                some |= (tl.load(G_1 + r * stride_1, mask=inside, other=0.0) != 0).to(tl.int32)
-            if HAS_2:
-                some |= (tl.load(G_2 + r * stride_2, mask=inside, other=0.0) != 0).to(tl.int32)
-            if HAS_3:
-                for k in range(0, ids_per_row):
-                    g = tl.load(G_3 + r * row_stride_3 + k * stride_3, mask=inside, other=0.0)
-                    some |= (g != 0).to(tl.int32)
-            keep = keep & some
-        upto = found + tl.cumsum(keep, 0)
-        to = tl.where(keep != 0, upto - 1, n - 1 - (r - upto))
-        tl.store(INDEX + to, r, mask=inside)
-        if KEPT:
-            # A row whose label is ignored has no place: any that exists will do.
-            place = labelled + tl.cumsum(has_label, 0)
-            tl.store(KEPT_ROW + to, tl.maximum(place, 1) - 1, mask=inside)
-        if FORWARD:
-            tl.store(LOCAL + to, y - vocab_start, mask=inside)
-            scale = tl.zeros((BLOCK,), tl.float32) + numerator
-            if PER_ROW:
-                t = tl.load(TEMPERATURE + r * temperature_stride, mask=inside, other=1.0)
-                scale = (numerator / t).to(tl.float32)
-            tl.store(SCALE + to, scale, mask=inside)
+        keep = (inside & (y != ignore_index)).to(tl.int32)
+        to = places(keep, r, found, n)
+        tl.store(PLACES + to, r, mask=inside)
+        tl.store(PLACES + n + to, y - vocab_start, mask=inside)
+        if PER_ROW:
+            t = tl.load(TEMPERATURE + r * temperature_stride, mask=inside, other=1.0)
+            tl.store(STATS + n + to, (numerator / t).to(tl.float32), mask=inside)
         if GATHER:
             for low in range(0, size, COLUMNS):
                 c = (low + tl.arange(0, COLUMNS)).to(tl.int64)
@@ -118,25 +96,38 @@ def scan_rows(
                 x = tl.load(HIDDEN + r[:, None] * hidden_stride + c[None, :] * column_stride, mask=there, other=0.0)
                 tl.store(GATHERED + to[:, None] * size + c[None, :], x, mask=there)
         found += tl.sum(keep, 0)
-        labelled += tl.sum(has_label, 0)
     if first + per_program >= n:
-        tl.store(COUNT, found.to(tl.int64))
-        tl.store(COUNT + 1, labelled.to(tl.int64))
+        tl.store(PLACES + 2 * n, found.to(tl.int64))
+
+
+@triton.jit
+def _parts(STATS, TOPS, n, plane, ENTROPY: tl.constexpr, SUM_SQ: tl.constexpr, APART: tl.constexpr):
+    """Where the statistics of the parts of rows are, [parts, stride] each: (sums, centred, squares, maxima).
+
+    STATS starts with the labels' logits [n] and the rows' scales [n]; the rest follows, `plane` elements each and as far as
+    asked for. The maxima may be APART.
+    """
+    total = STATS + 2 * n
+    centred = total + plane if ENTROPY else total
+    squares = centred + plane if SUM_SQ else centred
+    top = TOPS if APART else squares + plane
+    return total, centred, squares, top
 
 
 @triton.jit
 def forward_tiles(
-    HIDDEN, WEIGHT, KEPT, LABELS, SCALE, BIAS, COUNT, TOP, TOTAL, CENTRED, SQUARES, LABEL_LOGIT,
-    row0, rows, partial_stride, vocab, size, pre,
+    HIDDEN, WEIGHT, KEPT, PLACES, BIAS, STATS, TOPS,
+    row0, rows, n, plane, partial_stride, vocab, size, pre, one_scale,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SIMPLE: tl.constexpr, ENTROPY: tl.constexpr, SUM_SQ: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PER_ROW: tl.constexpr, ENTROPY: tl.constexpr, SUM_SQ: tl.constexpr,
     KEEP: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """Product tiles with a softmax epilogue: per row and tile of columns the maximum, the sum of e = exp(z - max), of
     e * (z - max) and of e * e, and the label's logit. HIDDEN, WEIGHT and KEPT are tensor descriptors; the scores are
-    written only to KEPT, if at all, less their maximum. Rows from COUNT on are skipped.
+    written only to KEPT, if at all, less their maximum, and the maxima to TOPS then. Rows that do not count are skipped.
     """
-    count = tl.minimum(tl.load(COUNT).to(tl.int32) - row0, rows)
+    TOTAL, CENTRED, SQUARES, TOP = _parts(STATS, TOPS, n, plane, ENTROPY, SUM_SQ, KEEP)
+    count = tl.minimum(tl.load(PLACES + 2 * n).to(tl.int32) - row0, rows)
     row_tiles = tl.cdiv(count, ROWS)
     column_tiles = tl.cdiv(vocab, COLUMNS)
     steps = tl.cdiv(size, INNER)
@@ -149,16 +140,18 @@ def forward_tiles(
             acc = tl.dot(x, w.T, acc)
         r = pm * ROWS + tl.arange(0, ROWS)
         inside = r < count
-        scale = tl.load(SCALE + row0 + r, mask=inside, other=1.0)
+        scale = one_scale
+        if PER_ROW:
+            scale = tl.load(STATS + n + row0 + r, mask=inside, other=1.0)[:, None]
         first = pn * COLUMNS
         c = first + tl.arange(0, COLUMNS)
-        if SIMPLE:
-            z = acc * scale[:, None]
-        else:
+        if HAS_BIAS or SOFTCAP:
             bias = 0.0
             if HAS_BIAS:
                 bias = tl.load(BIAS + c, mask=c < vocab, other=0.0).to(tl.float32)[None, :]
-            z, _ = activate(acc, scale[:, None], pre, bias, HAS_BIAS, SOFTCAP)
+            z, _ = activate(acc, scale, pre, bias, HAS_BIAS, SOFTCAP)
+        else:
+            z = acc * scale
         # Only the last tile of columns has any beyond the vocabulary.
         if first + COLUMNS > vocab:
             z = tl.where(c[None, :] < vocab, z, LOWEST)
@@ -170,12 +163,12 @@ def forward_tiles(
         total = tl.sum(e, 1)
         centred = tl.sum(e * d, 1) if ENTROPY else total
         squares = tl.sum(e * e, 1) if SUM_SQ else total
-        y = tl.load(LABELS + row0 + r, mask=inside, other=-1)
+        y = tl.load(PLACES + n + row0 + r, mask=inside, other=-1)
         has_label = (y >= first) & (y < first + COLUMNS) & (y < vocab) & inside
         # Few tiles hold a label of their rows: the others skip the search. (Triton 3.6 cannot flatten a loop that ends
         # in a branch.)
         if tl.max(has_label.to(tl.int32), 0) > 0:
-            tl.store(LABEL_LOGIT + row0 + r, tl.sum(tl.where(c[None, :] == y[:, None], z, 0.0), 1), mask=has_label)
+            tl.store(STATS + row0 + r, tl.sum(tl.where(c[None, :] == y[:, None], z, 0.0), 1), mask=has_label)
         out = pn.to(tl.int64) * partial_stride + r
         tl.store(TOP + out, top, mask=inside)
         tl.store(TOTAL + out, total, mask=inside)
@@ -187,22 +180,26 @@ def forward_tiles(
 
 @triton.jit
 def block_stats(
-    PRODUCT, LABELS, SCALE, BIAS, TOP, TOTAL, CENTRED, SQUARES, LABEL_LOGIT,
-    columns, product_stride, per_split, part0, partial_stride, vocab0, pre,
-    BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SUM_SQ: tl.constexpr,
+    PRODUCT, PLACES, BIAS, STATS,
+    columns, product_stride, per_split, part0, n, plane, partial_stride, vocab0, pre, one_scale,
+    BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PER_ROW: tl.constexpr, ENTROPY: tl.constexpr,
+    SUM_SQ: tl.constexpr,
 ):  # fmt: skip
     """The same statistics from a block of products in memory: one program per row and split of its columns."""
+    TOTAL, CENTRED, SQUARES, TOP = _parts(STATS, STATS, n, plane, ENTROPY, SUM_SQ, False)
     r = tl.program_id(0)
     split = tl.program_id(1)
     low = split * per_split
     high = tl.minimum(low + per_split, columns)
-    scale = tl.load(SCALE + r)
+    scale = one_scale
+    if PER_ROW:
+        scale = tl.load(STATS + n + r)
     base = PRODUCT + r.to(tl.int64) * product_stride
     top = LOWEST
     total = 0.0
     centred = 0.0
     squares = 0.0
-    y = tl.load(LABELS + r) - vocab0
+    y = tl.load(PLACES + n + r) - vocab0
     for start in range(low, high, BLOCK):
         c = start + tl.arange(0, BLOCK)
         inside = c < high
@@ -223,7 +220,7 @@ def block_stats(
         total = total * decay + tl.sum(e, 0)
         top = new_top
         if (y >= start) & (y < start + BLOCK) & (y < high):
-            tl.store(LABEL_LOGIT + r, tl.sum(tl.where(c == y, z, 0.0), 0))
+            tl.store(STATS + r, tl.sum(tl.where(c == y, z, 0.0), 0))
     out = (part0 + split).to(tl.int64) * partial_stride + r
     tl.store(TOP + out, top)
     tl.store(TOTAL + out, total)
@@ -235,17 +232,19 @@ def block_stats(
 
 @triton.jit
 def combine_parts(
-    TOP, TOTAL, CENTRED, SQUARES, LABEL_LOGIT, LABELS, INDEX, COUNT, OUT_0, OUT_1, OUT_2, OUT_3, OUT_4,
-    row0, rows, parts, partial_stride, vocab, label_low, label_high,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, ENTROPY: tl.constexpr, SUM_SQ: tl.constexpr, FINAL: tl.constexpr,
+    PLACES, STATS, TOPS, OUT_0, OUT_1, OUT_2, OUT_3, OUT_4,
+    row0, rows, n, plane, parts, partial_stride, vocab, label_low, label_high,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, ENTROPY: tl.constexpr, SUM_SQ: tl.constexpr, APART: tl.constexpr,
+    FINAL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of each row and put the result where the row belongs; zeros for rows from COUNT on.
+    """Merge the parts of each row and put the result where the row belongs; zeros for rows that do not count.
 
     FINAL: (log_prob, lse, entropy, sum of squares, is top 1). Else the running sums in natural units, for a merge over
     processes: (label logit, top, centred, squares, total).
     """
+    TOTAL, CENTRED, SQUARES, TOP = _parts(STATS, TOPS, n, plane, ENTROPY, SUM_SQ, APART)
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = r < tl.minimum(tl.load(COUNT).to(tl.int32) - row0, rows)
+    inside = r < tl.minimum(tl.load(PLACES + 2 * n).to(tl.int32) - row0, rows)
     top = tl.full((BLOCK,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     centred = tl.zeros((BLOCK,), tl.float32)
@@ -274,12 +273,12 @@ def combine_parts(
     total = tl.where(top <= LOWEST, 0.0, total)
     squares = tl.where(top <= LOWEST, 0.0, squares)
     all_rows = r < rows
-    y = tl.load(LABELS + row0 + r, mask=inside, other=0)
-    z = tl.load(LABEL_LOGIT + row0 + r, mask=inside & (y >= 0) & (y < vocab), other=0.0)
+    y = tl.load(PLACES + n + row0 + r, mask=inside, other=0)
+    z = tl.load(STATS + row0 + r, mask=inside & (y >= 0) & (y < vocab), other=0.0)
     z = tl.where(z <= LOWEST, float("-inf"), z)
     # Nothing can be raised from here: a label out of range makes its log-probability a NaN.
     z = tl.where((y < label_low) | (y >= label_high), float("nan"), z)
-    to = tl.load(INDEX + row0 + r, mask=all_rows, other=0)
+    to = tl.load(PLACES + row0 + r, mask=all_rows, other=0)
     if FINAL:
         log_total = tl.log2(total)
         tl.store(OUT_0 + to, tl.where(inside, (z - top - log_total) * LN2, 0.0), mask=all_rows)

@@ -7,7 +7,49 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels import LN2, LOG2E, LOWEST, activate, place_tile
+from .kernels import LN2, LOG2E, LOWEST, activate, place_tile, places
+
+
+@triton.jit
+def scan_rows(
+    LABELS, G_0, G_1, G_2, G_3, INDEX, COUNT, KEPT_ROW, n, ignore_index,
+    stride_0, stride_1, stride_2, row_stride_3, stride_3, ids_per_row,
+    BLOCK: tl.constexpr, HAS_0: tl.constexpr, HAS_1: tl.constexpr, HAS_2: tl.constexpr, HAS_3: tl.constexpr,
+    KEPT: tl.constexpr,
+):  # fmt: skip
+    """Number the rows that count, in order, from the front of INDEX, and the others from its end: those whose label is not
+    ignored, and of which a gradient G of one of the outputs is not 0. COUNT is how many count, and how many have a label.
+    (KEPT) The place that the forward gave a row goes to the same place of KEPT_ROW. One program does it all.
+    """
+    found = 0
+    labelled = 0
+    for start in range(0, n, BLOCK):
+        r = (start + tl.arange(0, BLOCK)).to(tl.int64)
+        inside = r < n
+        y = tl.load(LABELS + r, mask=inside, other=0)
+        has_label = (inside & (y != ignore_index)).to(tl.int32)
+        some = tl.zeros((BLOCK,), tl.int32)
+        if HAS_0:
+            some |= (tl.load(G_0 + r * stride_0, mask=inside, other=0.0) != 0).to(tl.int32)
+        if HAS_1:
+            some |= (tl.load(G_1 + r * stride_1, mask=inside, other=0.0) != 0).to(tl.int32)
+        if HAS_2:
+            some |= (tl.load(G_2 + r * stride_2, mask=inside, other=0.0) != 0).to(tl.int32)
+        if HAS_3:
+            for k in range(0, ids_per_row):
+                g = tl.load(G_3 + r * row_stride_3 + k * stride_3, mask=inside, other=0.0)
+                some |= (g != 0).to(tl.int32)
+        keep = has_label & some
+        to = places(keep, r, found, n)
+        tl.store(INDEX + to, r, mask=inside)
+        if KEPT:
+            # A row whose label is ignored has no place: any that exists will do.
+            place = labelled + tl.cumsum(has_label, 0)
+            tl.store(KEPT_ROW + to, tl.maximum(place, 1) - 1, mask=inside)
+        found += tl.sum(keep, 0)
+        labelled += tl.sum(has_label, 0)
+    tl.store(COUNT, found.to(tl.int64))
+    tl.store(COUNT + 1, labelled.to(tl.int64))
 
 
 @triton.jit

@@ -149,28 +149,28 @@ def _remember(ctx: Any, outputs: Outputs, inputs: Inputs, settings: Settings, op
     ctx.used_up = None
 
 
-def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, plain: bool, needs: list[bool], grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    """Gradients of hidden, weight, bias, extra_hidden and extra_weight."""
     log_probs, entropy, sum_sq, _, topk, *_ = grads
     # Under AOTAutograd the empty stand-ins of outputs that were not asked for get (empty) gradients too.
     upstream = [g if w else None for g, w in zip((log_probs, entropy, sum_sq, topk), ctx.wanted, strict=True)]
-    needs = [bool(ctx.needs_input_grad[i]) for i in _DIFFERENTIABLE]
-    results: list[Tensor | None] = [None] * (_N_INPUTS + (2 if ctx.plain else _N_SETTINGS + 3))
-    if any(g is not None for g in upstream) and any(needs):
-        # Grad mode is on where a graph of the backward is wanted: the operator refuses to be differentiated.
-        plain = ctx.plain and not torch.is_grad_enabled()
-        # Where autograd frees the graph behind itself, nobody reads again what the forward kept.
-        once = plain and _keeps_graph is not None and not _keeps_graph()
-        args = (*upstream, *_unspoilt(ctx, once), *ctx.settings, needs)
-        found = _found(args, once) if plain else backward_op(*args)
-        for position, needed, grad in zip(_DIFFERENTIABLE, needs, found, strict=True):
-            if needed:
-                results[position] = grad
-    return tuple(results)
+    if not any(needs) or all(g is None for g in upstream):
+        return [None] * len(needs)
+    # Grad mode is on where a graph of the backward is wanted: the operator refuses to be differentiated.
+    plain = plain and not torch.is_grad_enabled()
+    # Where autograd frees the graph behind itself, nobody reads again what the forward kept.
+    once = plain and _keeps_graph is not None and not _keeps_graph()
+    args = (*upstream, *_unspoilt(ctx, once), *ctx.settings, needs)
+    found = _found(args, once) if plain else backward_op(*args)
+    return [grad if needed else None for needed, grad in zip(needs, found, strict=True)]
 
 
 def _operator_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    ctx.plain = False
-    return _backward(ctx, *grads)
+    found = _backward(ctx, False, [bool(ctx.needs_input_grad[i]) for i in _DIFFERENTIABLE], grads)
+    results: list[Tensor | None] = [None] * (_N_INPUTS + _N_SETTINGS + 3)
+    for position, grad in zip(_DIFFERENTIABLE, found, strict=True):
+        results[position] = grad
+    return tuple(results)
 
 
 def _refuse_second_order(ctx: Any, *grads: Tensor | None) -> Any:
@@ -185,11 +185,11 @@ backward_op.register_autograd(_refuse_second_order)
 
 
 class _Function(torch.autograd.Function):
-    """The same without the dispatcher."""
+    """The same without the dispatcher. Autograd is handed what it may differentiate; the rest comes in one piece."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Outputs:
-        inputs, (settings, options) = Inputs(*args[:_N_INPUTS]), args[_N_INPUTS:]
+        inputs, settings, options = args[len(_DIFFERENTIABLE) :]
         entropy, sum_sq, keep = options
         outputs = run_forward(inputs, settings, entropy, sum_sq, *_room(inputs, keep))
         _remember(ctx, outputs, inputs, settings, options)
@@ -197,8 +197,8 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.plain = True
-        return _backward(ctx, *grads)
+        found = _backward(ctx, True, list(ctx.needs_input_grad[: len(_DIFFERENTIABLE)]), grads)
+        return *found, None, None, None
 
 
 def _plain(inputs: Inputs) -> bool:
@@ -211,5 +211,7 @@ def _plain(inputs: Inputs) -> bool:
 def apply(inputs: Inputs, settings: Settings, entropy: bool, sum_sq: bool, keep: bool) -> Outputs:
     """The outputs, in the graph of autograd."""
     if _plain(inputs):
-        return Outputs(*_Function.apply(*inputs, settings, (entropy, sum_sq, keep)))  # type: ignore[no-untyped-call]
+        hidden, weight, _, _, bias, extra_hidden, extra_weight, _ = inputs
+        options = entropy, sum_sq, keep
+        return Outputs(*_Function.apply(hidden, weight, bias, extra_hidden, extra_weight, inputs, settings, options))  # type: ignore[no-untyped-call]
     return Outputs(*forward_op(*inputs, *settings, entropy, sum_sq, keep))

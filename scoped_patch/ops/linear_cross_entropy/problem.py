@@ -41,35 +41,50 @@ class Settings(NamedTuple):
     memory: int  # bytes, or memory.LOW or memory.AUTO
 
     def head(self, inputs: Inputs) -> Head:
-        return Head(
-            weight=inputs.weight.to(self.compute_dtype),
-            bias=inputs.bias,
-            extra_weight=inputs.extra_weight,
-            softcap=self.softcap,
-            logit_scale=self.logit_scale,
-            ignore_index=self.ignore_index,
-            vocab_start=self.vocab_start,
-            vocab_size=self.vocab_size,
-            group_name=self.group_name,
-            compute_dtype=self.compute_dtype,
-            weight_dtype=inputs.weight.dtype,
-        )
+        weight, bias = inputs.weight, inputs.bias
+        bias = bias if bias is None else bias.contiguous()
+        return Head(weight.to(self.compute_dtype), bias, inputs.extra_weight, weight.dtype, self)
 
 
 class Head(NamedTuple):
     """The linear head and the transforms of its logits, and this process's share of the vocabulary."""
 
     weight: Tensor  # [V, H] in the compute dtype
-    bias: Tensor | None  # [V]
+    bias: Tensor | None  # [V], contiguous: kernels count on it
     extra_weight: Tensor | None  # [V, R]
-    softcap: float | None
-    logit_scale: float
-    ignore_index: int
-    vocab_start: int  # of this process's rows in the whole vocabulary
-    vocab_size: int  # of all processes together
-    group_name: str  # "" for one process
-    compute_dtype: torch.dtype
     weight_dtype: torch.dtype  # of the caller's weight: under autocast it is not the compute dtype
+    settings: Settings
+
+    @property
+    def softcap(self) -> float | None:
+        return self.settings.softcap
+
+    @property
+    def logit_scale(self) -> float:
+        return self.settings.logit_scale
+
+    @property
+    def ignore_index(self) -> int:
+        return self.settings.ignore_index
+
+    @property
+    def vocab_start(self) -> int:
+        """Of this process's rows in the whole vocabulary."""
+        return self.settings.vocab_start
+
+    @property
+    def vocab_size(self) -> int:
+        """Of all processes together."""
+        return self.settings.vocab_size
+
+    @property
+    def group_name(self) -> str:
+        """ "" for one process."""
+        return self.settings.group_name
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.settings.compute_dtype
 
     @property
     def stat_dtype(self) -> torch.dtype:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import kernels_backward as k
 from . import memory as budgets
-from .kernels import INTERPRETED, scan_rows
+from .kernels import INTERPRETED
 from .problem import Head, Inputs, Rows, Settings, capturing
 from .products import multiply
 from .stats import Gradients, Outputs, Upstream
@@ -54,10 +54,9 @@ class _Terms:
         self.has_label, self.has_topk = flags["HAS_0"], flags["HAS_3"]
         self.flags = {"PER_LOG_P": flags["HAS_1"], "PER_P": flags["HAS_2"]}
         host, temperature, stride = scalar(inputs.temperature)
-        scan_rows[(1,)](
-            inputs.labels, None, *upstream, self.index, self.count, None, None, self.kept_row, None, None, total, total,
-            head.ignore_index, 0, 1.0, 0, *strides, 0, 0, 0, BLOCK=SCAN_BLOCK, AHEAD=SCAN_BLOCK, COLUMNS=1, FORWARD=False,
-            PER_ROW=False, KEPT=kept, GATHER=False, **flags, num_warps=8,
+        k.scan_rows[(1,)](
+            inputs.labels, *upstream, self.index, self.count, self.kept_row, total, head.ignore_index, *strides,
+            BLOCK=SCAN_BLOCK, KEPT=kept, **flags, num_warps=8,
         )  # fmt: skip
         self.capturing = capturing(self.count)
         self._told, self._ready = self.count, None
