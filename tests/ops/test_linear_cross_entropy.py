@@ -13,6 +13,7 @@ from scoped_patch.ops.linear_cross_entropy import (
     LabelOutOfRangeError,
     SecondOrderGradientError,
     api,
+    checks,
     linear_cross_entropy,
     linear_cross_entropy_loss,
     topk_kl_divergence,
@@ -360,8 +361,8 @@ def test_an_option_is_refused_after_a_call_that_was_right(change, error, message
 
 
 def test_what_is_remembered_is_bounded_and_not_mixed_up(monkeypatch):
-    monkeypatch.setattr(api, "_REMEMBERED", 2)
-    monkeypatch.setattr(api, "_right", {})
+    monkeypatch.setattr(checks, "_REMEMBERED", 2)
+    monkeypatch.setattr(checks, "_right", {})
     x, y = problem()
     for softcap, scale, ignored in [
         (None, None, -100),
@@ -373,7 +374,7 @@ def test_what_is_remembered_is_bounded_and_not_mixed_up(monkeypatch):
         out = call(x, y, softcap=softcap, logit_scale=scale, ignore_index=ignored)
         wanted = reference(x["h"], x["w"], y, softcap=softcap, scale=scale or 1.0)["log_probs"]
         torch.testing.assert_close(out.log_probs, torch.where(y == ignored, 0, wanted))
-        assert 0 < len(api._right) <= 2
+        assert 0 < len(checks._right) <= 2
 
 
 def test_bad_tensors_are_refused_by_name():

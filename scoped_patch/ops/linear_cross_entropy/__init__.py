@@ -1,6 +1,7 @@
 """Per-token log-probability and entropy of a language model head, without keeping the logits."""
 
-from .api import OUTPUT_NAMES, LinearCrossEntropyOutput, linear_cross_entropy
+from .api import LinearCrossEntropyOutput, linear_cross_entropy
+from .checks import OUTPUT_NAMES
 from .errors import LabelOutOfRangeError, SecondOrderGradientError
 from .loss import linear_cross_entropy_loss, topk_kl_divergence
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from . import memory as budgets
-from .backends import choose
+from .checks import autocast_dtype, form, settled
 from .operator import apply
 from .problem import Inputs, Settings
 from .vocab_parallel import is_dtensor, local_rows, local_weight, to_local
@@ -19,9 +19,6 @@ from .vocab_parallel import layout as find_layout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-OUTPUT_NAMES = ("log_probs", "entropy", "sum_sq_probs", "is_top1")
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass
@@ -119,17 +116,17 @@ def linear_cross_entropy(
         bias, extra_weight = local_rows(bias), local_rows(extra_weight)
     hidden_states, labels = to_local(hidden_states, "hidden_states"), to_local(labels, "labels")
     wanted = tuple(outputs)
-    settings = _settled(
+    settings = settled(
         (
             (hidden_states.shape, hidden_states.dtype),
             (weight.shape, weight.dtype),
             (labels.shape, labels.dtype),
-            _form(bias),
-            _form(extra_hidden_states),
-            _form(extra_weight),
-            _form(topk_ids),
+            form(bias),
+            form(extra_hidden_states),
+            form(extra_weight),
+            form(topk_ids),
             weight.device,
-            _autocast_dtype(hidden_states),
+            autocast_dtype(hidden_states),
             wanted,
             None if softcap is None else float(softcap),
             1.0 if logit_scale is None else float(logit_scale),
@@ -167,131 +164,6 @@ def linear_cross_entropy(
     if topk_ids is not None:
         out.topk_log_probs = got.topk_log_probs.view(topk_ids.shape)
     return out
-
-
-#: (shape, dtype)
-_Form = tuple[torch.Size, torch.dtype]
-#: what was found right before, by all that decides it, of up to `_REMEMBERED` kinds of calls
-_right: dict[tuple[Any, ...], Settings] = {}
-_REMEMBERED = 256
-
-
-def _form(tensor: Tensor | None) -> _Form | None:
-    return None if tensor is None else (tensor.shape, tensor.dtype)
-
-
-def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
-    return None
-
-
-def _settled(call: tuple[Any, ...]) -> Settings:
-    """The settings of a call that is right. Checked once for each kind: the device waits for its first product meanwhile."""
-    if torch.compiler.is_compiling():
-        return _settle(*call)
-    try:
-        settings = _right.get(call)
-    except TypeError:  # symbolic sizes; or an option that is refused now
-        return _settle(*call)
-    if settings is None:
-        settings = _settle(*call)
-        if len(_right) >= _REMEMBERED:
-            _right.clear()
-        _right[call] = settings
-    return settings
-
-
-def _settle(
-    hidden: _Form,
-    weight: _Form,
-    labels: _Form,
-    bias: _Form | None,
-    extra_hidden: _Form | None,
-    extra_weight: _Form | None,
-    topk_ids: _Form | None,
-    device: torch.device,
-    autocast_dtype: torch.dtype | None,
-    wanted: tuple[str, ...],
-    softcap: float | None,
-    logit_scale: float,
-    ignore_index: int,
-    memory: int,
-    backend: str,
-) -> Settings:
-    """Refuse what cannot work."""
-    _check_dtypes(hidden=hidden, weight=weight, bias=bias, extra_hidden_states=extra_hidden, extra_weight=extra_weight)
-    _check_shapes(hidden[0], weight[0], labels, bias, extra_hidden, extra_weight, topk_ids)
-    if autocast_dtype is None and hidden[1] != weight[1]:
-        raise TypeError(
-            f"hidden_states and weight: got {hidden[1]} and {weight[1]}, wanted one dtype (or autocast, which picks it)"
-        )
-    unknown = [name for name in wanted if name not in OUTPUT_NAMES]
-    if unknown or not (wanted or topk_ids is not None):
-        raise ValueError(f"outputs: got {wanted!r}, wanted one or more of {', '.join(OUTPUT_NAMES)}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap: got {softcap}, wanted a number > 0, or None")
-    if not isinstance(ignore_index, (int, torch.SymInt)):
-        raise TypeError(f"ignore_index: got {ignore_index!r}, wanted an integer")
-    if backend not in ("auto", "torch", "triton"):
-        raise ValueError(f'backend: got {backend!r}, wanted "auto", "torch" or "triton"')
-    dtype = autocast_dtype or hidden[1]
-    return Settings(
-        softcap=softcap,
-        logit_scale=logit_scale,
-        ignore_index=ignore_index,
-        vocab_start=0,
-        vocab_size=weight[0][0],
-        group_name="",
-        compute_dtype=dtype,
-        backend=choose(backend, device, dtype),
-        memory=memory,
-    )
-
-
-def _check_dtypes(**floats: _Form | None) -> None:
-    for name, form in floats.items():
-        if form is not None and form[1] not in _DTYPES:
-            hint = "; dequantise it to bf16 first" if "float8" in str(form[1]) else ""
-            raise TypeError(f"{name}: got {form[1]}, wanted float16, bfloat16, float32 or float64{hint}")
-
-
-def _check_shapes(
-    hidden: torch.Size,
-    weight: torch.Size,
-    labels: _Form,
-    bias: _Form | None,
-    extra_hidden: _Form | None,
-    extra_weight: _Form | None,
-    topk_ids: _Form | None,
-) -> None:
-    if len(weight) != 2 or weight[0] == 0:
-        raise ValueError(f"weight: got shape {list(weight)}, wanted [vocabulary, hidden] with at least one row")
-    vocab = weight[0]
-    if len(hidden) < 1 or hidden[-1] != weight[1]:
-        raise ValueError(f"hidden_states: got shape {list(hidden)}, wanted [..., {weight[1]}] to match weight")
-    tokens, dtype = labels
-    if dtype != torch.int64:
-        raise TypeError(f"labels: got {dtype}, wanted int64")
-    if tokens != hidden[:-1]:
-        raise ValueError(f"labels: got shape {list(tokens)}, wanted {list(hidden[:-1])}: one label per row, aligned")
-    if bias is not None and bias[0] != (vocab,):
-        raise ValueError(f"bias: got shape {list(bias[0])}, wanted [{vocab}]")
-    if (extra_hidden is None) != (extra_weight is None):
-        raise ValueError("extra_hidden_states and extra_weight belong together: got one of them")
-    if extra_hidden is not None and extra_weight is not None:
-        rank = extra_weight[0][-1]
-        if extra_weight[0] != (vocab, rank):
-            raise ValueError(f"extra_weight: got shape {list(extra_weight[0])}, wanted [{vocab}, R]")
-        if extra_hidden[0] != (*tokens, rank):
-            raise ValueError(f"extra_hidden_states: got shape {list(extra_hidden[0])}, wanted {[*tokens, rank]}")
-    if topk_ids is not None:
-        shape, dtype = topk_ids
-        if dtype != torch.int64:
-            raise TypeError(f"topk_ids: got {dtype}, wanted int64")
-        if shape[:-1] != tokens:
-            raise ValueError(f"topk_ids: got shape {list(shape)}, wanted {[*tokens, 'K']}")
 
 
 def _temperature(temperature: float | Tensor, labels: Tensor, hidden: Tensor) -> Tensor:
