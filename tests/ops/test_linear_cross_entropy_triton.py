@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import os
+import weakref
 
 import pytest
 import torch
@@ -224,6 +225,32 @@ def test_kept_logits_in_several_blocks_with_rows_that_nothing_flows_into(softcap
     assert [(low, when) for low, _, when in passes] == [(0, 1), (0, 2), (256, 0), (512, 0), (768, 0)]
     for left, right in zip(got, wanted, strict=True):
         assert rel(left, right) < GRAD_TOL[HALF]
+
+
+@pytest.mark.parametrize("memory", ["low", 1 << 20], ids=["recomputed", "kept"])
+def test_no_block_is_alive_when_the_results_are_copied(memory, monkeypatch):
+    from scoped_patch.ops.linear_cross_entropy import triton_backward
+
+    blocks, alive = [], []
+    begin, finish = triton_backward._FusedBlocks._begin, triton_backward.Gradients.finish
+
+    def begun(self, *args):
+        begin(self, *args)
+        blocks.append(weakref.ref(self._block))
+
+    def finished(self, *args):
+        alive.append(any(block() is not None for block in blocks))
+        return finish(self, *args)
+
+    monkeypatch.setattr(triton_backward._FusedBlocks, "_begin", begun)
+    monkeypatch.setattr(triton_backward.Gradients, "finish", finished)
+    x, y = problem(v=600, dtype=HALF, ignored=3)
+    out = call(x, y, memory=memory, backend="triton")
+    up = torch.ones_like(out.log_probs)
+    up[4] = 0
+    torch.autograd.grad(out.log_probs, tuple(x.values()), up)
+    assert blocks
+    assert alive == [False]
 
 
 def test_gradients_of_the_hidden_states_are_summed_in_fp32():

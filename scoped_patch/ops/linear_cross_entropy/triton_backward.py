@@ -205,6 +205,7 @@ class _FusedBlocks:
             _multiply_out(out, d, hidden, None, self._head, low, self._high)
             del d
             low = self._high
+        self._block = None  # its memory serves the results' last copy
 
 
 def _in_blocks(head: Head, rows: Rows, terms: _Terms, memory: int, out: Gradients) -> None:
