@@ -550,6 +550,24 @@ def test_rows_that_share_memory_are_not_handed_to_the_tiles(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="measures memory of a GPU")
+def test_the_peak_of_the_smallest_setting():
+    n, size, v = 4096, 2048, 16384
+    x, y = problem(n=n, h=size, v=v, dtype=torch.bfloat16)
+    for _ in range(2):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out = call(x, y, memory="low", backend="triton")
+        found = torch.autograd.grad(out.log_probs.sum(), tuple(x.values()))
+        peak = torch.cuda.max_memory_allocated() - before
+        del out, found
+    block, per_row = 48 << 20, 64 * n
+    # Both results, that of the hidden states in fp32 and then in bf16: by then the block must be gone.
+    assert peak < 2 * v * size + 4 * n * size + max(block, 2 * n * size) + per_row + (1 << 20)
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("memory", ["low", 6 << 30], ids=["recomputed", "kept"])
 def test_more_than_two_to_the_31_logits(memory):
