@@ -107,7 +107,7 @@ def linear_cross_entropy(
             id is. The triton backend does not wait for the device to find that out: its log-probability is NaN there.
         ValueError, TypeError: a bad argument; fp8 weights; a temperature tensor below fp32.
         UnsupportedError: (a NotImplementedError) triton was asked for where it cannot run; a DTensor weight that cannot
-            be told to be tensor-parallel.
+            be told to be tensor-parallel; torch.func's transforms; batched gradients.
         SecondOrderGradientError: (a NotImplementedError) in a backward of a backward.
     """
     layout = None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ...engine.errors import UnsupportedError
 from . import memory as budgets
 from .backends import run_backward, run_forward
 from .errors import SecondOrderGradientError
@@ -197,8 +198,18 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        _refuse_transforms()
         found = _backward(ctx, True, list(ctx.needs_input_grad[: len(_DIFFERENTIABLE)]), grads)
         return *found, None, None, None
+
+
+def _refuse_transforms() -> None:
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedError(
+            "linear_cross_entropy: there are no rules for torch.func's transforms (grad, vjp, jvp, vmap, ...) and for batched "
+            "gradients; use torch.autograd.grad or backward() on its outputs, one gradient at a time, or compute this loss "
+            "from F.linear and log_softmax"
+        )
 
 
 def _plain(inputs: Inputs) -> bool:
@@ -210,6 +221,7 @@ def _plain(inputs: Inputs) -> bool:
 
 def apply(inputs: Inputs, settings: Settings, entropy: bool, sum_sq: bool, keep: bool) -> Outputs:
     """The outputs, in the graph of autograd."""
+    _refuse_transforms()
     if _plain(inputs):
         hidden, weight, _, _, bias, extra_hidden, extra_weight, _ = inputs
         options = entropy, sum_sq, keep
