@@ -549,6 +549,14 @@ def test_rows_that_share_memory_are_not_handed_to_the_tiles(monkeypatch):
     assert not strides
 
 
+def test_a_chosen_label_is_what_the_label_is_under_autocast():
+    """Both terms are rounded to the compute dtype, wherever they are multiplied."""
+    x, y = problem(r=3, dtype=torch.float32)
+    with torch.autocast(DEVICE, dtype=HALF):
+        out = call(x, y, backend="triton", topk_ids=y[:, None])
+    torch.testing.assert_close(out.topk_log_probs[:, 0], out.log_probs, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="measures memory of a GPU")
 def test_the_peak_of_the_smallest_setting():

@@ -262,13 +262,16 @@ def _chosen_logits_of_two_terms(head: Head, inputs: Inputs) -> Tensor:
     assert topk is not None
     assert extra_hidden is not None
     assert extra_weight is not None
+    extra_hidden = extra_hidden.to(head.compute_dtype)  # as in the products: under autocast it need not be that already
     local = topk - head.vocab_start
     held = local.clamp(0, head.weight.shape[0] - 1)
     z = inputs.hidden.new_empty(topk.shape, dtype=torch.float32)
-    for low in range(0, topk.shape[0], 256):
-        at = slice(low, low + 256)
-        z[at] = torch.einsum("nh,nkh->nk", inputs.hidden[at].float(), head.weight[held[at]].float())
-        z[at] += torch.einsum("nr,nkr->nk", extra_hidden[at].float(), extra_weight[held[at]].float())
+    with torch.autocast(z.device.type, enabled=False):  # these products are fp32
+        for low in range(0, topk.shape[0], 256):
+            at = slice(low, low + 256)
+            chosen, extra_chosen = head.weight[held[at]], extra_weight[held[at]].to(head.compute_dtype)
+            z[at] = torch.einsum("nh,nkh->nk", inputs.hidden[at].float(), chosen.float())
+            z[at] += torch.einsum("nr,nkr->nk", extra_hidden[at].float(), extra_chosen.float())
     if head.bias is not None:
         z += head.bias[held].float()
     z *= head.logit_scale
