@@ -69,6 +69,7 @@ class WeightUpdate:
         self._committed: list[str] = []
         self._committed_bytes = 0
         self._exchange: Exchange | None = None
+        self._guard: GenerateGuard | None = None
         self._location = "?"
 
     # ------------------------------------------------------------------------------------------------- the scope
@@ -87,7 +88,8 @@ class WeightUpdate:
         try:
             carry = self.expect != "all" and self.baseline == "live"
             self._models = [StagedModel(s, self._source, carry=carry, on_complete=self._completed) for s in found]
-            self._guard = GenerateGuard(found) if self.baseline == "discarded" else None
+            gone = self.baseline == "discarded"
+            self._guard = GenerateGuard(found, refuse=gone) if gone or self.expect == "all" else None
         except BaseException:
             self._release()
             raise

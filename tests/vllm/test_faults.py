@@ -320,3 +320,19 @@ def test_an_interrupt_behind_a_commit_leaves_what_rollback_lets_go_of(
     if options.get("keep_previous"):
         assert update._kept
         update.discard_previous()
+
+
+def test_a_whole_update_ends_the_refusal_that_one_over_discarded_weights_left(dense: Any) -> None:
+    with pytest.raises(RuntimeError, match="trainer died"), reload_weights(dense.llm, baseline="discarded"):
+        raise RuntimeError("trainer died")
+    items = list(dense.state[1].items())
+    with reload_weights(dense.llm, expect="partial") as update:  # the rest may be gone
+        update.load(items[:3])
+    with pytest.raises(RuntimeError, match="trainer died"), reload_weights(dense.llm) as update:  # noqa: PT012
+        update.load(items)
+        raise RuntimeError("trainer died")
+    with pytest.raises(EngineNotReady):
+        dense.generate()
+    with reload_weights(dense.llm) as update:
+        update.load(items)
+    assert dense.generate() == dense.fresh[1]
