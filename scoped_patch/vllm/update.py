@@ -69,7 +69,6 @@ class WeightUpdate:
         self._committed: list[str] = []
         self._committed_bytes = 0
         self._exchange: Exchange | None = None
-        self._guard: GenerateGuard | None = None
         self._location = "?"
 
     # ------------------------------------------------------------------------------------------------- the scope
@@ -88,8 +87,7 @@ class WeightUpdate:
         try:
             carry = self.expect != "all" and self.baseline == "live"
             self._models = [StagedModel(s, self._source, carry=carry, on_complete=self._completed) for s in found]
-            gone = self.baseline == "discarded"
-            self._guard = GenerateGuard(found, refuse=gone) if gone or self.expect == "all" else None
+            self._guard = None if carry else GenerateGuard(found, refuse=self.baseline == "discarded")
         except BaseException:
             self._release()
             raise
@@ -203,7 +201,6 @@ class WeightUpdate:
         self._state = "committed"
         if self._exchange is not None:
             self._committed_bytes += self._exchange.nbytes
-        self._lift()
         self._finish()
 
     def rollback(self) -> None:
@@ -213,13 +210,9 @@ class WeightUpdate:
         kept the update from letting go of, it lets go of now.
         """
         if self._state == "committed":
-            self._lift()
             self._let_go()
             return
-        if self._state == "closed":
-            self._release()
-            return
-        if self._committed:
+        if self._committed and self._state != "closed":
             logger.error("%d layers keep the new weights of the dropped update", len(self._committed))
         self._state = "closed"
         self._exchange = None
@@ -329,14 +322,11 @@ class WeightUpdate:
         if self._state != state:
             raise ScopeStateError(f"this weight update is {self._state}; that needs it to be {state}")
 
-    def _lift(self) -> None:
-        """Let the engine run again; once, since the next update may guard it too."""
+    def _let_go(self) -> None:
+        """Let the engine run, and hold no more of the model than going back to its previous weights needs."""
         if self._guard is not None:
             self._guard.lift()
-            self._guard = None
-
-    def _let_go(self) -> None:
-        """Hold no more of the model than going back to its previous weights needs."""
+            self._guard = None  # the next update may guard it too
         if self.keep_previous:
             # Kernel objects of the shadow free what their tensors point to when they die: for as long as the two sides
             # may be swapped again, that must not happen.
