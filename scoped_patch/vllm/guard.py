@@ -13,17 +13,20 @@ class GenerateGuard:
 
     An in-process `LLM` refuses new requests. Below that, `execute_model` of a runner, or `forward` of a bare model, raises:
     that ends an engine rather than let it serve garbage, so it is only the last line. The guard stays on when an update
-    fails, since the weights are still gone then; the next update takes it over.
+    fails, since the weights are still gone then; the next update of all weights takes it over.
+
+    Args:
+        refuse: whether to refuse from now on; else only what an earlier update left refusing is taken over.
     """
 
-    def __init__(self, found: list[Site]) -> None:
+    def __init__(self, found: list[Site], refuse: bool) -> None:
         places: list[tuple[Any, str]] = []
         for site in found:
             if site.engine is not None:
                 places.append((site.engine.llm_engine, "add_request"))
             places.append((site.runner, "execute_model") if site.runner is not None else (site.model, "forward"))
         self._places = {(id(owner), name): (owner, name) for owner, name in places}
-        for key, (owner, name) in self._places.items():
+        for key, (owner, name) in self._places.items() if refuse else ():
             prior = vars(owner).get(name)
             if not isinstance(prior, _Refusal):
                 _prior[key] = prior

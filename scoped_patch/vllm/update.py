@@ -87,7 +87,7 @@ class WeightUpdate:
         try:
             carry = self.expect != "all" and self.baseline == "live"
             self._models = [StagedModel(s, self._source, carry=carry, on_complete=self._completed) for s in found]
-            self._guard = GenerateGuard(found) if self.baseline == "discarded" else None
+            self._guard = None if carry else GenerateGuard(found, refuse=self.baseline == "discarded")
         except BaseException:
             self._release()
             raise
@@ -201,21 +201,18 @@ class WeightUpdate:
         self._state = "committed"
         if self._exchange is not None:
             self._committed_bytes += self._exchange.nbytes
-        if self._guard is not None:
-            self._guard.lift()
         self._finish()
 
     def rollback(self) -> None:
         """Drop the update: the old weights serve on (with `atomic="layer"`, in the layers that were not committed).
 
-        An interrupt may cut this short. Called again it does the rest.
+        An interrupt may cut this short. Called again it does the rest. After a commit nothing is dropped: what an interrupt
+        kept the update from letting go of, it lets go of now.
         """
         if self._state == "committed":
+            self._let_go()
             return
-        if self._state == "closed":
-            self._release()
-            return
-        if self._committed:
+        if self._committed and self._state != "closed":
             logger.error("%d layers keep the new weights of the dropped update", len(self._committed))
         self._state = "closed"
         self._exchange = None
@@ -290,10 +287,6 @@ class WeightUpdate:
 
     def _finish(self) -> None:
         """What follows a commit. Whatever fails in it, or interrupts it, the update is over and holds the model no longer."""
-        if self.keep_previous:
-            # Kernel objects of the shadow free what their tensors point to when they die: for as long as the two sides
-            # may be swapped again, that must not happen.
-            self._kept = self._models
         try:
             for site in self._sites:
                 count_version(site.model, 1)
@@ -314,9 +307,7 @@ class WeightUpdate:
                 digest=self.digest_so_far,
             )
         finally:
-            if not self.keep_previous:
-                self._exchange = None
-            self._release()
+            self._let_go()
         logger.info(
             "weight update: %d layers, %d tensors, %.1f MB, %.3f s",
             layers,
@@ -330,6 +321,19 @@ class WeightUpdate:
             raise ScopeStateError(f"this weight update has failed and takes no more: {self._failure}") from self._failure
         if self._state != state:
             raise ScopeStateError(f"this weight update is {self._state}; that needs it to be {state}")
+
+    def _let_go(self) -> None:
+        """Let the engine run, and hold no more of the model than going back to its previous weights needs."""
+        if self._guard is not None:
+            self._guard.lift()
+            self._guard = None  # the next update may guard it too
+        if self.keep_previous:
+            # Kernel objects of the shadow free what their tensors point to when they die: for as long as the two sides
+            # may be swapped again, that must not happen.
+            self._kept = self._kept or self._models
+        else:
+            self._exchange = None
+        self._release()
 
     def _release(self) -> None:
         release(self)

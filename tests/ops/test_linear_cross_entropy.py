@@ -349,7 +349,9 @@ def test_bad_options_are_refused_by_name(change, error, message):
         ({"memory": True}, ValueError, "memory: got True"),
         ({"outputs": (["log_probs"],)}, ValueError, "outputs: got"),
         ({"softcap": float("nan")}, ValueError, "softcap"),
+        ({"softcap": "5"}, TypeError, "softcap: got '5'"),
         ({"ignore_index": []}, TypeError, "ignore_index"),
+        ({"ignore_index": -100.0}, TypeError, "ignore_index: got -100.0"),
     ],
 )
 def test_an_option_is_refused_after_a_call_that_was_right(change, error, message):
@@ -358,7 +360,7 @@ def test_an_option_is_refused_after_a_call_that_was_right(change, error, message
     for _ in range(2):
         call(x, y, memory=1)
     with pytest.raises(error, match=message):
-        call(x, y, **change)
+        call(x, y, **({"memory": 1} | change))
 
 
 def test_what_is_remembered_is_bounded_and_not_mixed_up(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from scoped_patch.engine.errors import ConflictError
-from scoped_patch.vllm import IncompleteReload, RejectedWeight, reload_weights, weights_version
+from scoped_patch.vllm import EngineNotReady, IncompleteReload, RejectedWeight, reload_weights, weights_version
 from scoped_patch.vllm.exchange import Exchange
 from scoped_patch.vllm.staging import StagedModel
 
@@ -283,4 +283,56 @@ def test_an_interrupted_rollback_is_done_again(dense: Any, monkeypatch: pytest.M
         assert not update._models
         with pytest.raises(ConflictError, match="rollback"), reload_weights(dense.llm):
             pass
+    assert dense.generate() == dense.fresh[1]
+
+
+@pytest.mark.parametrize(
+    ("within", "options"),
+    [("release", {}), ("release", {"keep_previous": True}), ("close", {}), ("lift", {"baseline": "discarded"})],
+)
+def test_an_interrupt_behind_a_commit_leaves_what_rollback_lets_go_of(
+    dense: Any, monkeypatch: pytest.MonkeyPatch, within: str, options: dict[str, Any]
+) -> None:
+    """The new weights serve; the update claims the model no longer, and the engine runs."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    places = {"release": "update.release", "close": "staging.StagedModel.close", "lift": "guard.GenerateGuard.lift"}
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        with reload_weights(dense.llm, **options) as update:
+            update.load(dense.state[1].items())
+            monkeypatch.setattr(f"scoped_patch.vllm.{places[within]}", interrupted)
+    monkeypatch.undo()
+    assert update.state == "committed"
+    if within != "close":  # of the claim it has let go then
+        with pytest.raises(ConflictError, match="rollback"), reload_weights(dense.llm):
+            pass
+    update.rollback()
+    assert dense.generate() == dense.fresh[1]
+    assert not update._models
+    with reload_weights(dense.llm, baseline="discarded") as other:
+        update.rollback()  # touches nothing of another's
+        with pytest.raises(EngineNotReady):
+            dense.generate()
+        other.load(dense.state[0].items())
+    assert dense.generate() == dense.fresh[0]
+    if options.get("keep_previous"):
+        assert update._kept
+        update.discard_previous()
+
+
+def test_a_whole_update_ends_the_refusal_that_one_over_discarded_weights_left(dense: Any) -> None:
+    with pytest.raises(RuntimeError, match="trainer died"), reload_weights(dense.llm, baseline="discarded"):
+        raise RuntimeError("trainer died")
+    items = list(dense.state[1].items())
+    with reload_weights(dense.llm, expect="partial") as update:  # the rest may be gone
+        update.load(items[:3])
+    with pytest.raises(RuntimeError, match="trainer died"), reload_weights(dense.llm) as update:  # noqa: PT012
+        update.load(items)
+        raise RuntimeError("trainer died")
+    with pytest.raises(EngineNotReady):
+        dense.generate()
+    with reload_weights(dense.llm) as update:
+        update.load(items)
     assert dense.generate() == dense.fresh[1]

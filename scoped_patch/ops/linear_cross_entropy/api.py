@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import memory as budgets
-from .checks import autocast_dtype, form, settled
+from .checks import autocast_dtype, form, integer, number, settled
 from .operator import apply
 from .problem import Inputs, Settings
 from .vocab_parallel import is_dtensor, local_rows, local_weight, to_local
@@ -128,9 +128,9 @@ def linear_cross_entropy(
             weight.device,
             autocast_dtype(hidden_states),
             wanted,
-            None if softcap is None else float(softcap),
-            1.0 if logit_scale is None else float(logit_scale),
-            ignore_index,
+            None if softcap is None else number("softcap", softcap),
+            1.0 if logit_scale is None else number("logit_scale", logit_scale),
+            integer("ignore_index", ignore_index),
             _memory(memory),
             backend,
         )

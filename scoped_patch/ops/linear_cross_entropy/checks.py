@@ -31,6 +31,20 @@ def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
     return None
 
 
+def number(name: str, value: float) -> float:
+    """A float of what is one, which text is not."""
+    if isinstance(value, str):
+        raise TypeError(f"{name}: got {value!r}, wanted a number")
+    return float(value)
+
+
+def integer(name: str, value: int) -> int:
+    """Looked at in each call: a float may equal an integer that was right before."""
+    if not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: got {value!r}, wanted an integer")
+    return value
+
+
 def settled(call: tuple[Any, ...]) -> Settings:
     """The settings of a call that is right. Checked once for each kind: the device waits for its first product meanwhile."""
     if torch.compiler.is_compiling():
@@ -76,8 +90,6 @@ def _settle(
         raise ValueError(f"outputs: got {wanted!r}, wanted one or more of {', '.join(OUTPUT_NAMES)}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap: got {softcap}, wanted a number > 0, or None")
-    if not isinstance(ignore_index, (int, torch.SymInt)):
-        raise TypeError(f"ignore_index: got {ignore_index!r}, wanted an integer")
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f'backend: got {backend!r}, wanted "auto", "torch" or "triton"')
     dtype = autocast_dtype or hidden[1]

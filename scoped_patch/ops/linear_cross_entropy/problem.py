@@ -149,9 +149,8 @@ def counted(keep: Tensor) -> Tensor | None:
     return None if index.shape[0] == keep.shape[0] else index
 
 
-def select(head: Head, inputs: Inputs, keep: Tensor) -> Rows:
-    """The rows where `keep` [total] is true."""
-    index = counted(keep)
+def select(head: Head, inputs: Inputs, index: Tensor | None) -> Rows:
+    """The rows `index`, all of them where it is None."""
 
     def take(values: Tensor) -> Tensor:
         return values if index is None else values.index_select(0, index)

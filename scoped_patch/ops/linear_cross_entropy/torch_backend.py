@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import memory as budgets
-from .problem import VERY_LOW, Head, Inputs, Rows, Settings, capturing, check_labels, select
+from .problem import VERY_LOW, Head, Inputs, Rows, Settings, capturing, check_labels, counted, select
 from .products import has_out_dtype, multiply
 from .stats import Gradients, Outputs, Stats, Upstream, merge
 
@@ -82,7 +82,7 @@ def run_forward(inputs: Inputs, settings: Settings, entropy: bool, sum_sq: bool,
     head = settings.head(inputs)
     if not capturing(inputs.labels):
         check_labels(inputs.labels, head, inputs.topk_ids)
-    rows = select(head, inputs, inputs.labels != head.ignore_index)
+    rows = select(head, inputs, counted(inputs.labels != head.ignore_index))
     topk = rows.take(inputs.topk_ids) if inputs.topk_ids is not None else None
     stats = _statistics(head, rows, settings.memory, entropy, sum_sq, topk)
     # Ignored labels are only still among the rows when nothing could be counted (graph capture).
@@ -168,7 +168,7 @@ def run_backward(
     for grad in upstream:
         if grad is not None:
             some = some | ((grad != 0) if grad.ndim == 1 else (grad != 0).any(1))
-    rows = select(head, inputs, flows & some)
+    rows = select(head, inputs, counted(flows & some))
     blocks = _Blocks(head, rows, settings.memory, buffers=2)
     out = Gradients.of_head(head, needs).with_rows(rows, blocks.dtype, needs)
     if blocks.n == 0:

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import kernels as k
-from .problem import Head, Inputs, Rows, Settings, select
+from .problem import Head, Inputs, Rows, Settings, capturing, counted, select
 from .stats import Outputs, merge
 from .triton_backend import (
     GROUP,
@@ -203,7 +203,9 @@ def _plan(head: Head, inputs: Inputs, settings: Settings, entropy: bool, sum_sq:
 
 def _in_blocks(head: Head, inputs: Inputs, memory: int, entropy: bool, sum_sq: bool) -> _Statistics:
     labels, total = inputs.labels, inputs.labels.shape[0]
-    rows = select(head, inputs, labels != head.ignore_index)
+    real = labels != head.ignore_index
+    # Those that count come first, as `find_rows` numbers them; all of them where the host cannot know how many that is.
+    rows = select(head, inputs, real.argsort(descending=True, stable=True) if capturing(labels) else counted(real))
     n = rows.hidden.shape[0]
     blocks = ProductBlocks(head, rows, memory)
     splits = 1 if k.INTERPRETED else 4
@@ -241,10 +243,15 @@ def _chosen_logits(head: Head, inputs: Inputs) -> Tensor:
     if hidden.stride(1) != 1:
         hidden = hidden.contiguous()
     weight = head.weight if head.weight.stride(1) == 1 else head.weight.contiguous()
-    scale = (scales(head)[0] / inputs.temperature.double()).float().to(out.device).expand(topk.shape[0]).contiguous()
+    numerator, pre = scales(head)
+    host, temperature, _ = scalar(inputs.temperature)
+    if temperature is None:
+        scale = out.new_full(topk.shape[:1], numerator / host)
+    else:
+        scale = (numerator / temperature.double()).float().expand(topk.shape[0]).contiguous()
     k.chosen_logits[(topk.shape[0], -(-topk.shape[1] // 16))](
         hidden, weight, head.bias, scale, (topk - head.vocab_start).contiguous(), out, topk.shape[1], hidden.shape[1],
-        weight.shape[0], hidden.stride(0), weight.stride(0), scales(head)[1], CHOSEN=16, INNER=128, **options(head),
+        weight.shape[0], hidden.stride(0), weight.stride(0), pre, CHOSEN=16, INNER=128, **options(head),
     )  # fmt: skip
     return out
 
@@ -255,13 +262,16 @@ def _chosen_logits_of_two_terms(head: Head, inputs: Inputs) -> Tensor:
     assert topk is not None
     assert extra_hidden is not None
     assert extra_weight is not None
+    extra_hidden = extra_hidden.to(head.compute_dtype)  # as in the products: under autocast it need not be that already
     local = topk - head.vocab_start
     held = local.clamp(0, head.weight.shape[0] - 1)
     z = inputs.hidden.new_empty(topk.shape, dtype=torch.float32)
-    for low in range(0, topk.shape[0], 256):
-        at = slice(low, low + 256)
-        z[at] = torch.einsum("nh,nkh->nk", inputs.hidden[at].float(), head.weight[held[at]].float())
-        z[at] += torch.einsum("nr,nkr->nk", extra_hidden[at].float(), extra_weight[held[at]].float())
+    with torch.autocast(z.device.type, enabled=False):  # these products are fp32
+        for low in range(0, topk.shape[0], 256):
+            at = slice(low, low + 256)
+            chosen, extra_chosen = head.weight[held[at]], extra_weight[held[at]].to(head.compute_dtype)
+            z[at] = torch.einsum("nh,nkh->nk", inputs.hidden[at].float(), chosen.float())
+            z[at] += torch.einsum("nr,nkr->nk", extra_hidden[at].float(), extra_chosen.float())
     if head.bias is not None:
         z += head.bias[held].float()
     z *= head.logit_scale
