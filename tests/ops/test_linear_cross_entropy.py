@@ -363,6 +363,18 @@ def test_an_option_is_refused_after_a_call_that_was_right(change, error, message
         call(x, y, **({"memory": 1} | change))
 
 
+def test_an_integer_of_another_library_is_one():
+    class Five:
+        def __index__(self):
+            return 5
+
+    x, y = problem()
+    for ignored in (Five(), torch.tensor(5)):
+        out = call(x, y, ignore_index=ignored)
+        torch.testing.assert_close(out.log_probs, call(x, y, ignore_index=5).log_probs)
+        assert not bool(out.log_probs[y == 5].any())
+
+
 def test_what_is_remembered_is_bounded_and_not_mixed_up(monkeypatch):
     monkeypatch.setattr(checks, "_REMEMBERED", 2)
     monkeypatch.setattr(checks, "_right", {})

@@ -375,6 +375,14 @@ def test_a_nan_in_the_hidden_states_shows(route):
     assert out.log_probs.isnan().tolist() == [False, True, False]
 
 
+@pytest.mark.parametrize("zero", [torch.zeros((), device="cpu"), torch.zeros(19, device="cpu")], ids=["scalar", "per row"])
+def test_a_temperature_of_zero_is_not_a_number(zero, route):
+    """A tensor's value is not looked at: that would wait for the device."""
+    x, y = problem(n=19, dtype=FUSED_DTYPE if route == "fused" else torch.float32)
+    out = call(x, y, temperature=zero if zero.ndim == 0 else zero.to(DEVICE), backend="triton")
+    assert bool(out.log_probs.isnan().all())
+
+
 def test_many_rows_take_several_launches(monkeypatch):
     from scoped_patch.ops.linear_cross_entropy import triton_forward
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -40,9 +41,12 @@ def number(name: str, value: float) -> float:
 
 def integer(name: str, value: int) -> int:
     """Looked at in each call: a float may equal an integer that was right before."""
-    if not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name}: got {value!r}, wanted an integer")
-    return value
+    if isinstance(value, (int, torch.SymInt)):
+        return value
+    try:
+        return operator.index(value)  # of another library's
+    except TypeError:
+        raise TypeError(f"{name}: got {value!r}, wanted an integer") from None
 
 
 def settled(call: tuple[Any, ...]) -> Settings:

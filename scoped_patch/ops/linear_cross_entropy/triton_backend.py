@@ -83,7 +83,7 @@ def scales(head: Head) -> tuple[float, float]:
 def scalar(temperature: Tensor) -> tuple[float, Tensor | None, int]:
     """(what to divide by on the host, a tensor to divide by per row, its stride)."""
     if temperature.ndim == 0 and not temperature.is_cuda:
-        return float(temperature), None, 0
+        return float(temperature) or math.nan, None, 0  # 0, which only a tensor can be, gives NaN on a device too
     return 1.0, temperature, temperature.stride(0) if temperature.ndim else 0
 
 
