@@ -19,6 +19,7 @@ from scoped_patch.ops.linear_cross_entropy import (
     linear_cross_entropy_loss,
     topk_kl_divergence,
 )
+from scoped_patch.ops.linear_cross_entropy.remember import Remembered
 
 NAMES = ("log_probs", "entropy", "sum_sq_probs")
 
@@ -376,8 +377,7 @@ def test_an_integer_of_another_library_is_one():
 
 
 def test_what_is_remembered_is_bounded_and_not_mixed_up(monkeypatch):
-    monkeypatch.setattr(checks, "_REMEMBERED", 2)
-    monkeypatch.setattr(checks, "_right", {})
+    monkeypatch.setattr(checks, "_right", Remembered(2))
     x, y = problem()
     for softcap, scale, ignored in [
         (None, None, -100),

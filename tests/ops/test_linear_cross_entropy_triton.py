@@ -13,6 +13,7 @@ import torch
 
 from scoped_patch.engine.errors import UnsupportedError
 from scoped_patch.ops.linear_cross_entropy import linear_cross_entropy
+from scoped_patch.ops.linear_cross_entropy.remember import Remembered
 from tests.ops.test_linear_cross_entropy import NAMES, call, compare, problem, reference, rel
 from tests.ops.test_linear_cross_entropy_parallel import vocab_parallel
 from tests.support.ranks import spawn
@@ -54,7 +55,7 @@ def route(request, monkeypatch):
     if request.param == "blocks":
         for module in (triton_forward, triton_backward):
             monkeypatch.setattr(module, "fused_route", lambda head: False)
-        monkeypatch.setattr(triton_forward, "_plans", {})
+        monkeypatch.setattr(triton_forward, "_plans", Remembered())
     return request.param
 
 
@@ -120,7 +121,7 @@ def test_what_was_never_kept_is_not_read(softcap, monkeypatch):
 
     for module in (triton_forward, triton_backward):
         monkeypatch.setattr(module, "SCAN_BLOCK", 16)
-    monkeypatch.setattr(triton_forward, "_plans", {})
+    monkeypatch.setattr(triton_forward, "_plans", Remembered())
     passes = kept_passes(monkeypatch)
     torch.use_deterministic_algorithms(True)  # what is asked for empty is filled with NaN
     try:
@@ -387,7 +388,7 @@ def test_many_rows_take_several_launches(monkeypatch):
     from scoped_patch.ops.linear_cross_entropy import triton_forward
 
     monkeypatch.setattr(triton_forward, "_LAUNCHED_ROWS", 16)
-    monkeypatch.setattr(triton_forward, "_plans", {})
+    monkeypatch.setattr(triton_forward, "_plans", Remembered())
     x, y = problem(n=50, dtype=FUSED_DTYPE, ignored=5)
     compare(x, y, 2e-5, grad_tol=GRAD_TOL[FUSED_DTYPE], backend="triton")
 
@@ -417,8 +418,7 @@ def test_what_is_remembered_of_a_forward_fits_the_next_one(monkeypatch):
     """One kind of call after another, in two orders: types, alignment, strides and settings that compile differently."""
     from scoped_patch.ops.linear_cross_entropy import triton_forward
 
-    monkeypatch.setattr(triton_forward, "_plans", {})
-    monkeypatch.setattr(triton_forward, "_KINDS", 6)
+    monkeypatch.setattr(triton_forward, "_plans", Remembered(6))
     n, size = 17, 16
     x, y = problem(n=n, h=size, v=130, dtype=FUSED_DTYPE, ignored=3)
     shifted = torch.empty(n * size + 1, dtype=FUSED_DTYPE)[1:].view(n, size).copy_(x["h"].detach()).requires_grad_()

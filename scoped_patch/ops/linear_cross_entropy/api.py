@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import memory as budgets
 from .checks import autocast_dtype, form, integer, number, settled
-from .operator import apply
+from .operator import apply, refuse_transforms
 from .problem import Inputs, Settings
 from .vocab_parallel import is_dtensor, local_rows, local_weight, to_local
 from .vocab_parallel import layout as find_layout
@@ -110,6 +110,7 @@ def linear_cross_entropy(
             be told to be tensor-parallel; torch.func's transforms; batched gradients.
         SecondOrderGradientError: (a NotImplementedError) in a backward of a backward.
     """
+    refuse_transforms()
     layout = None
     if is_dtensor(weight):
         weight, layout = local_weight(weight, hidden_states, process_group)
@@ -172,8 +173,7 @@ def _temperature(temperature: float | Tensor, labels: Tensor, hidden: Tensor) ->
         if not temperature > 0:
             raise ValueError(f"temperature: got {temperature}, wanted a number > 0")
         if not torch.compiler.is_compiling():
-            looked_on = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
-            return (_number.__wrapped__ if looked_on else _number)(float(temperature))
+            return (_number.__wrapped__ if torch._C._len_torch_dispatch_stack() else _number)(float(temperature))
         # A product keeps a changed float a symbol under torch.compile; torch.full would compile again for each value.
         return torch.ones((), dtype=torch.float64, device=hidden.device) * temperature
     if temperature.dtype not in (torch.float32, torch.float64):
@@ -200,7 +200,7 @@ def _temperature(temperature: float | Tensor, labels: Tensor, hidden: Tensor) ->
 def _number(value: float) -> Tensor:
     """On the CPU, where a kernel takes it without waiting for the device. Nobody writes to it.
 
-    Shared by all that follow: not to be called where a mode or a transform would make it a tensor of its own kind.
+    Shared by all that follow: not to be called where a mode would make it a tensor of its own kind.
     """
     with torch.inference_mode(False):  # a training step may be the next to ask, and must save it
         return torch.tensor(value, dtype=torch.float64, device="cpu")

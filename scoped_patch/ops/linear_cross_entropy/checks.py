@@ -10,15 +10,14 @@ from torch import Tensor
 
 from .backends import choose
 from .problem import Settings
+from .remember import Remembered
 
 OUTPUT_NAMES = ("log_probs", "entropy", "sum_sq_probs", "is_top1")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 #: (shape, dtype)
 Form = tuple[torch.Size, torch.dtype]
-#: what was found right before, by all that decides it, of up to `_REMEMBERED` kinds of calls
-_right: dict[tuple[Any, ...], Settings] = {}
-_REMEMBERED = 256
+_right: Remembered[Settings] = Remembered()
 
 
 def form(tensor: Tensor | None) -> Form | None:
@@ -53,16 +52,7 @@ def settled(call: tuple[Any, ...]) -> Settings:
     """The settings of a call that is right. Checked once for each kind: the device waits for its first product meanwhile."""
     if torch.compiler.is_compiling():
         return _settle(*call)
-    try:
-        settings = _right.get(call)
-    except TypeError:  # symbolic sizes; or an option that is refused now
-        return _settle(*call)
-    if settings is None:
-        settings = _settle(*call)
-        if len(_right) >= _REMEMBERED:
-            _right.clear()
-        _right[call] = settings
-    return settings
+    return _right.get(call, lambda: _settle(*call))
 
 
 def _settle(

@@ -198,12 +198,13 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        _refuse_transforms()
+        refuse_transforms()
         found = _backward(ctx, True, list(ctx.needs_input_grad[: len(_DIFFERENTIABLE)]), grads)
         return *found, None, None, None
 
 
-def _refuse_transforms() -> None:
+def refuse_transforms() -> None:
+    """Raise within a torch.func transform."""
     if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         raise UnsupportedError(
             "linear_cross_entropy: there are no rules for torch.func's transforms (grad, vjp, jvp, vmap, ...) and for batched "
@@ -221,7 +222,6 @@ def _plain(inputs: Inputs) -> bool:
 
 def apply(inputs: Inputs, settings: Settings, entropy: bool, sum_sq: bool, keep: bool) -> Outputs:
     """The outputs, in the graph of autograd."""
-    _refuse_transforms()
     if _plain(inputs):
         hidden, weight, _, _, bias, extra_hidden, extra_weight, _ = inputs
         options = entropy, sum_sq, keep

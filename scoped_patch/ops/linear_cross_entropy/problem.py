@@ -43,7 +43,8 @@ class Settings(NamedTuple):
     def head(self, inputs: Inputs) -> Head:
         weight, bias = inputs.weight, inputs.bias
         bias = bias if bias is None else bias.contiguous()
-        return Head(weight.to(self.compute_dtype), bias, inputs.extra_weight, weight.dtype, self)
+        # A head's last fields are the first of these, up to the dtype.
+        return Head(weight.to(self.compute_dtype), bias, inputs.extra_weight, weight.dtype, *self[:7])
 
 
 class Head(NamedTuple):
@@ -53,38 +54,13 @@ class Head(NamedTuple):
     bias: Tensor | None  # [V], contiguous: kernels count on it
     extra_weight: Tensor | None  # [V, R]
     weight_dtype: torch.dtype  # of the caller's weight: under autocast it is not the compute dtype
-    settings: Settings
-
-    @property
-    def softcap(self) -> float | None:
-        return self.settings.softcap
-
-    @property
-    def logit_scale(self) -> float:
-        return self.settings.logit_scale
-
-    @property
-    def ignore_index(self) -> int:
-        return self.settings.ignore_index
-
-    @property
-    def vocab_start(self) -> int:
-        """Of this process's rows in the whole vocabulary."""
-        return self.settings.vocab_start
-
-    @property
-    def vocab_size(self) -> int:
-        """Of all processes together."""
-        return self.settings.vocab_size
-
-    @property
-    def group_name(self) -> str:
-        """ "" for one process."""
-        return self.settings.group_name
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return self.settings.compute_dtype
+    softcap: float | None
+    logit_scale: float
+    ignore_index: int
+    vocab_start: int  # of this process's rows in the whole vocabulary
+    vocab_size: int  # of all processes together
+    group_name: str  # "" for one process
+    compute_dtype: torch.dtype
 
     @property
     def stat_dtype(self) -> torch.dtype:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import kernels as k
 from .problem import Head, Inputs, Rows, Settings, capturing, counted, select
+from .remember import Remembered
 from .stats import Outputs, merge
 from .triton_backend import (
     GROUP,
@@ -30,8 +30,6 @@ from .triton_backend import (
 _GATHERED_ROWS, _GATHERED_COLUMNS = 16, 512
 # Rows per launch: bounds the statistics of its tiles to 12 * rows * vocabulary / 256 bytes.
 _LAUNCHED_ROWS = 16384
-# Kinds of calls that are remembered.
-_KINDS = 256
 
 
 class _Statistics:
@@ -180,8 +178,8 @@ class _Plan:
         return found
 
 
-#: by what decides them; None for those that do not take the fused route
-_plans: dict[tuple[Any, ...], _Plan | Literal[False] | None] = {}
+#: None for those that do not take the fused route
+_plans: Remembered[_Plan | None] = Remembered()
 
 
 def _plan(head: Head, inputs: Inputs, settings: Settings, entropy: bool, sum_sq: bool, keep: bool) -> _Plan | None:
@@ -192,13 +190,12 @@ def _plan(head: Head, inputs: Inputs, settings: Settings, entropy: bool, sum_sq:
         None if bias is None else (bias.dtype, bias.stride(), bias.data_ptr() % 16 == 0), head.extra_weight is None,
         (temperature.dtype, temperature.stride(), temperature.data_ptr() % 16 == 0, temperature.device),
     )  # fmt: skip
-    plan = _plans.get(kind, False)
-    if plan is False:
-        if len(_plans) >= _KINDS:
-            _plans.clear()
+
+    def find() -> _Plan | None:
         fused = inputs.labels.shape[0] > 0 and fused_route(head)
-        plan = _plans[kind] = _Plan(head, inputs, entropy, sum_sq, keep) if fused else None
-    return plan
+        return _Plan(head, inputs, entropy, sum_sq, keep) if fused else None
+
+    return _plans.get(kind, find)
 
 
 def _in_blocks(head: Head, inputs: Inputs, memory: int, entropy: bool, sum_sq: bool) -> _Statistics:
